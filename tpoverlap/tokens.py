@@ -1,0 +1,115 @@
+"""TokenPartition: which rank owns which rows of the [T, H] activation. Pure arithmetic, no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from tpoverlap.errors import ActiveShapeError
+
+
+@dataclass(frozen=True)
+class TokenPartition:
+    """Rows of a [T, H] activation, cut along T into one contiguous shard a rank.
+
+    ============================== =====================================================================
+    ``TokenPartition.even(T, R)``      every rank owns T / R rows; T must be divisible by R
+    ``TokenPartition.balanced(T, R)``  the first T mod R ranks own one row more; a rank may own none
+    ``TokenPartition.from_counts(c)``  rank r owns ``c[r]`` rows, any non-negative numbers
+    ============================== =====================================================================
+
+    Immutable and hashable; equal partitions compare equal whatever constructor made them.
+
+    Raises:
+        ActiveShapeError: a count is not a non-negative integer, no row at all, or T not divisible under ``even``.
+    """
+
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            raise ActiveShapeError("a partition needs at least one rank, got no counts")
+        for rank, count in enumerate(self.counts):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ActiveShapeError(
+                    f"counts must be non-negative integers, got {count!r} for rank {rank} in {list(self.counts)}"
+                )
+        if sum(self.counts) < 1:
+            raise ActiveShapeError(f"a partition needs at least one row, got counts {list(self.counts)}")
+
+    @classmethod
+    def even(cls, num_tokens: int, tp_size: int) -> TokenPartition:
+        """T / R rows a rank. Raises ActiveShapeError when R does not divide T."""
+        _require_sizes(num_tokens, tp_size)
+        if num_tokens % tp_size:
+            raise ActiveShapeError(
+                f"T={num_tokens} is not divisible by tp_size={tp_size} under an even partition; "
+                f"use TokenPartition.balanced({num_tokens}, {tp_size})"
+            )
+        return cls((num_tokens // tp_size,) * tp_size)
+
+    @classmethod
+    def balanced(cls, num_tokens: int, tp_size: int) -> TokenPartition:
+        """The first T mod R ranks own ceil(T / R) rows, the others floor(T / R)."""
+        _require_sizes(num_tokens, tp_size)
+        base, extra = divmod(num_tokens, tp_size)
+        return cls((base + 1,) * extra + (base,) * (tp_size - extra))
+
+    @classmethod
+    def from_counts(cls, counts: Iterable[int], total: int | None = None) -> TokenPartition:
+        """Rank r owns ``counts[r]`` rows; ``total``, when given, must be their sum."""
+        partition = cls(tuple(counts))
+        if total is not None and total != partition.total:
+            raise ActiveShapeError(
+                f"counts {list(partition.counts)} sum to {partition.total}, not to T={total}; correct one of the two"
+            )
+        return partition
+
+    @cached_property
+    def total(self) -> int:
+        """T: rows of all ranks together."""
+        return sum(self.counts)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First row of each rank in the [T, H] activation; R entries, each equal to the sum of the counts before it."""
+        return (0, *accumulate(self.counts[:-1]))
+
+    @property
+    def tp_size(self) -> int:
+        """R: number of ranks."""
+        return len(self.counts)
+
+    @property
+    def max_count(self) -> int:
+        """The most rows that one rank owns."""
+        return max(self.counts)
+
+    def rows(self, rank: int) -> slice:
+        """The rows of ``rank`` as a slice into the [T, H] activation (empty when it owns none)."""
+        start = self.offsets[rank]
+        return slice(start, start + self.counts[rank])
+
+    def owner(self, row: int) -> int:
+        """The rank that owns ``row``."""
+        if not 0 <= row < self.total:
+            raise ActiveShapeError(f"row {row} is outside 0..{self.total - 1}")
+        for rank, (start, count) in enumerate(zip(self.offsets, self.counts, strict=True)):
+            if start <= row < start + count:
+                return rank
+        raise AssertionError(f"no rank of {self} owns row {row}")
+
+    @cached_property
+    def hash64(self) -> int:
+        """64-bit digest of the counts: the same in every process (``hash()`` of a tuple is not guaranteed to be)."""
+        data = b",".join(b"%d" % count for count in self.counts)
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _require_sizes(num_tokens: int, tp_size: int) -> None:
+    for name, value in (("T", num_tokens), ("tp_size", tp_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ActiveShapeError(f"{name} must be a positive integer, got {value!r}")
