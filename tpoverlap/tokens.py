@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import SupportsIndex, cast
 
 from tpoverlap.errors import ActiveShapeError
 
@@ -21,7 +23,8 @@ class TokenPartition:
     ``TokenPartition.from_counts(c)``  rank r owns ``c[r]`` rows, any non-negative numbers
     ============================== =====================================================================
 
-    Immutable and hashable; equal partitions compare equal whatever constructor made them.
+    Immutable and hashable; equal partitions compare equal whatever constructor made them. Anything with ``__index__``
+    (a NumPy integer, say) passes as a number and is kept as ``int``; a bool does not, since it is a mask by mistake.
 
     Raises:
         ActiveShapeError: a count is not a non-negative integer, no row at all, or T not divisible under ``even``.
@@ -32,18 +35,21 @@ class TokenPartition:
     def __post_init__(self) -> None:
         if not self.counts:
             raise ActiveShapeError("a partition needs at least one rank, got no counts")
-        for rank, count in enumerate(self.counts):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        counts = tuple(_as_int(count) for count in self.counts)
+        for rank, count in enumerate(counts):
+            if count is None or count < 0:
                 raise ActiveShapeError(
-                    f"counts must be non-negative integers, got {count!r} for rank {rank} in {list(self.counts)}"
+                    f"counts must be non-negative integers, got {self.counts[rank]!r} for rank {rank} "
+                    f"in {list(self.counts)}"
                 )
-        if sum(self.counts) < 1:
+        if not any(counts):
             raise ActiveShapeError(f"a partition needs at least one row, got counts {list(self.counts)}")
+        object.__setattr__(self, "counts", counts)
 
     @classmethod
-    def even(cls, num_tokens: int, tp_size: int) -> TokenPartition:
+    def even(cls, num_tokens: SupportsIndex, tp_size: SupportsIndex) -> TokenPartition:
         """T / R rows a rank. Raises ActiveShapeError when R does not divide T."""
-        _require_sizes(num_tokens, tp_size)
+        num_tokens, tp_size = _positive("T", num_tokens), _positive("tp_size", tp_size)
         if num_tokens % tp_size:
             raise ActiveShapeError(
                 f"T={num_tokens} is not divisible by tp_size={tp_size} under an even partition; "
@@ -52,16 +58,16 @@ class TokenPartition:
         return cls((num_tokens // tp_size,) * tp_size)
 
     @classmethod
-    def balanced(cls, num_tokens: int, tp_size: int) -> TokenPartition:
+    def balanced(cls, num_tokens: SupportsIndex, tp_size: SupportsIndex) -> TokenPartition:
         """The first T mod R ranks own ceil(T / R) rows, the others floor(T / R)."""
-        _require_sizes(num_tokens, tp_size)
+        num_tokens, tp_size = _positive("T", num_tokens), _positive("tp_size", tp_size)
         base, extra = divmod(num_tokens, tp_size)
         return cls((base + 1,) * extra + (base,) * (tp_size - extra))
 
     @classmethod
-    def from_counts(cls, counts: Iterable[int], total: int | None = None) -> TokenPartition:
+    def from_counts(cls, counts: Iterable[SupportsIndex], total: int | None = None) -> TokenPartition:
         """Rank r owns ``counts[r]`` rows; ``total``, when given, must be their sum."""
-        partition = cls(tuple(counts))
+        partition = cls(tuple(cast("Iterable[int]", counts)))
         if total is not None and total != partition.total:
             raise ActiveShapeError(
                 f"counts {list(partition.counts)} sum to {partition.total}, not to T={total}; correct one of the two"
@@ -109,7 +115,18 @@ class TokenPartition:
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _require_sizes(num_tokens: int, tp_size: int) -> None:
-    for name, value in (("T", num_tokens), ("tp_size", tp_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ActiveShapeError(f"{name} must be a positive integer, got {value!r}")
+def _as_int(value: object) -> int | None:
+    """``value`` as an int; None when it is no integer, or a bool."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _positive(name: str, value: object) -> int:
+    number = _as_int(value)
+    if number is None or number < 1:
+        raise ActiveShapeError(f"{name} must be a positive integer, got {value!r}")
+    return number

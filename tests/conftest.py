@@ -1,0 +1,46 @@
+"""Shared by all tests: one pool of spawned ranks a world size, the `gpu` marker, hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tpoverlap.testing import RankPool
+
+# No deadline: two cores are shared with the ranks, so the time of one example says nothing.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="torch sees no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[Callable[[int], RankPool]]:
+    """``rank_pool(R)``: the session's pool of R CPU ranks. Starting one costs seconds, so all modules share it."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield pool
+    for started in pools.values():
+        started.close()

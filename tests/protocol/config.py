@@ -1,0 +1,102 @@
+"""What one exploration models: sizes, operations, who misbehaves, and which rule of the protocol is broken on purpose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BROKEN = {
+    "flag_before_data": "(a) the arrival flag is written before the data",
+    "no_credit_wait": "(b) a source overwrites a slot without waiting for its credit",
+    "credit_before_read": "(c) the credit is written before the last read of the slot",
+    "no_compare": "(e) a waiter consumes without comparing descriptors",
+    "late_descriptor": "(f) the descriptor is published after the operation's first flag",
+    "no_watchdog": "(g) nobody releases the waiters of a dead rank",
+    "plain_comparison": "(h) epochs are compared with a plain >= instead of cyclically",
+    "record_before_digest": "(i) the descriptor's record, which waiters look for, is written before its digest",
+    "poison_before_abort": "(j) a rank releases its own waiters before it has told its peers",
+    "poison_once": "(k) waiters are poisoned once, although a late peer overwrites the poison with its genuine flag",
+    "waiter_first": "(l) one hardware queue, and the waits of an operation are enqueued before its sends",
+    "host_publishes": "(m) the host publishes descriptors when it issues, not in stream order",
+    "grant_after_send": "(n) the credit of a held slot is enqueued after the sends of the operation that ends the hold",
+}
+"""Broken variants. (d), depth 1 with the credit of two uses ago, is ``Config(depth=1, credit_lag=2)``."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One model.
+
+    Attributes:
+        tp_size: R.
+        ops: one letter an operation, in the order of the sequence numbers: A uses the all-gather region, R the
+            reduce-scatter region; lower case: the slot is *held* (``get_buffer``), its last reader may run until
+            this rank starts the next-but-one operation on the region.
+        depth: slots a region.
+        credit_lag: a source waits for the credit of ``u - credit_lag``; None: ``depth``, as it must be.
+        ring: descriptors kept for each source.
+        modulus: epochs are stored modulo this (2**32 in the real words).
+        first_epoch: epoch that all words start with; close to ``modulus`` makes a short run wrap around.
+        pieces: flags a chunk.
+        gated: an operation's sends start after the caller's stream has reached the operation (the engine does this).
+            False frees the senders of every event, so that credits alone must protect slots.
+        caller_streams: 2 gives each region a caller's stream of its own.
+        one_queue: all work of a rank in one hardware queue, in the order in which the engine enqueues it.
+        inline_publish: the caller itself publishes (the CPU engine) instead of the comm stream (CUDA).
+        descriptor_wait: False models a consumer that looks at the descriptor only when the arrival flag is there.
+        device: how errors work. False (CPU): waiters raise and the rank's remaining work is dropped. True (CUDA): a
+            stream cannot be stopped; a mismatch stalls it, the watchdog poisons what it waits for, and everything
+            that was enqueued still runs, on garbage.
+        dies: a rank of which every stream may stop for ever before any write.
+        gives_up: ranks that may raise, abort or time out at any moment, not only when nothing else can happen.
+        deviates: (rank, index of operation, what): "op", "T", "counts" or "skip".
+        broken: keys of `BROKEN`.
+    """
+
+    tp_size: int = 2
+    ops: str = "ARAR"
+    depth: int = 2
+    credit_lag: int | None = None
+    ring: int = 16
+    modulus: int = 8
+    first_epoch: int = 5
+    pieces: int = 1
+    gated: bool = True
+    caller_streams: int = 1
+    one_queue: bool = False
+    inline_publish: bool = False
+    descriptor_wait: bool = True
+    device: bool = False
+    dies: int | None = None
+    gives_up: tuple[int, ...] = ()
+    deviates: tuple[int, int, str] | None = None
+    broken: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = set(self.broken) - set(BROKEN)
+        if unknown:
+            raise ValueError(f"unknown broken rules {sorted(unknown)}; there are {sorted(BROKEN)}")
+        if self.inline_publish and not self.gated:
+            raise ValueError("inline_publish needs gated=True: the caller publishes before it queues its sends")
+
+    @property
+    def reducible(self) -> bool:
+        """Whether `Model.settle`'s reduction is sound (see there): words are monotone and no stream is dropped early."""
+        monotone = not self.broken and self.ring >= len(self.ops) and self.credit_lag is None and self.descriptor_wait
+        early = (self.gives_up or self.deviates) and not self.device
+        return monotone and not early and not (self.gives_up and self.dies is not None)
+
+    def rank_ops(self, rank: int) -> list[tuple[str, int]]:
+        """(letter, variant) of each operation that ``rank`` issues; variant 1 is another T, 2 are other counts."""
+        ops = [(letter, 0) for letter in self.ops]
+        if self.deviates is not None and self.deviates[0] == rank:
+            _, index, what = self.deviates
+            letter = ops[index][0]
+            if what == "skip":
+                del ops[index]
+            else:
+                ops[index] = {
+                    "op": ("R" if letter in "Aa" else "A", 0),
+                    "T": (letter, 1),
+                    "counts": (letter, 2),
+                }[what]
+        return ops

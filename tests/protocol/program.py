@@ -1,0 +1,397 @@
+"""The streams' programs: what the engine enqueues for each operation, as lists of atomic steps.
+
+One operation, with use ``u`` of slot ``u % depth`` of its region (compare `tpoverlap.comm.exchange`)::
+
+    caller's stream                                   comm stream
+    grant the credit that a held use u - depth kept   wait for "caller reached the operation"        (gated)
+    "caller reached the operation"                    for each peer: digest, then record
+    reduce-scatter: partial rows for each peer        for each peer d in ring order:
+    for each peer s in ring order:                        reduce-scatter: wait for the partial rows
+        wait for s's record, compare both words           wait for credit[region][slot][d] >= u - depth
+        for each piece: wait for its arrival, read        for each piece: begin copy, end copy, arrival flag
+    wait for "sends are queued and done"              "sends are done"
+    credit u to every peer (not if the slot is held)
+
+Own rows never cross a rank boundary and are left out; so are the GEMMs, which only take time. Both regions follow the
+same rules: an AG cell is the chunk of a source, an RS cell the partial rows that a source computed for this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .config import Config
+from .words import FREE, MISMATCH, POISON, READ, STOPPED, WRITING, WRITTEN, Words, datum, describe, digest, record
+
+State = bytes | bytearray
+Guard = Callable[[State], bool]
+Effect = Callable[[bytearray], str | None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An atomic step of a stream.
+
+    Attributes:
+        guard: whether it is enabled; None: always.
+        effect: changes the words; returns the check that it violates.
+        eager: see `model`.
+        shows: another stream could tell that it happened (so a rank may stop before it).
+        waits: words that a watchdog poisons to let it go on.
+    """
+
+    label: str
+    guard: Guard | None = None
+    effect: Effect | None = None
+    eager: bool = False
+    shows: bool = False
+    waits: tuple[int, ...] = ()
+
+
+@dataclass
+class Thread:
+    """A stream of a rank, and the word that holds its program counter."""
+
+    rank: int
+    name: str
+    pc: int
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass
+class Code:
+    """All programs of a model, with what its watchdogs need to know."""
+
+    words: Words
+    threads: list[Thread]
+    waited: list[set[int]]
+    differs: list[list[Callable[[State], bool]]]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of one rank."""
+
+    rank: int
+    seq: int
+    kind: str  # A or R: also its region
+    use: int  # 1, 2, ... within the region
+    variant: int
+    held: bool
+
+    def __str__(self) -> str:
+        return f"op {self.seq} ({'AG' if self.kind == 'A' else 'RS'}, use {self.use})"
+
+
+def build(config: Config) -> Code:
+    """Programs of all ranks."""
+    words = Words()
+    code = Code(words, [], [], [])
+    for rank in range(config.tp_size):
+        _RankBuilder(config, code, rank).build()
+    return code
+
+
+class _RankBuilder:
+    """Writes the programs of one rank; every word is named from the point of view of its owner."""
+
+    def __init__(self, config: Config, code: Code, rank: int) -> None:
+        self.config, self.code, self.rank = config, code, rank
+        self.at = code.words.at
+        self.error = self.at("error", rank)
+        self.raised = self.at("raised", rank)
+        self.taint = self.at("taint", rank)
+        self.waited: set[int] = set()
+        self.differs: list[Callable[[State], bool]] = []
+        size = config.tp_size
+        self.destinations = [(rank + k) % size for k in range(1, size)]
+        self.sources = [(rank - k) % size for k in range(1, size)]
+        if "plain_comparison" in config.broken:
+            self.reached = lambda flag, epoch: flag == POISON or flag >= epoch
+        else:
+            half, modulus = config.modulus // 2, config.modulus
+            self.reached = lambda flag, epoch: flag == POISON or (flag - epoch) % modulus < half
+
+    def build(self) -> None:
+        config, broken = self.config, self.config.broken
+        comm = self._thread("comm")
+        callers = {"A": self._thread("caller")}
+        callers["R"] = self._thread("caller 2") if config.caller_streams == 2 else callers["A"]
+        host = self._thread("host")
+        uses = {"A": 0, "R": 0}
+        held: dict[tuple[str, int], Op] = {}
+        for number, (letter, variant) in enumerate(config.rank_ops(self.rank)):
+            kind = letter.upper()
+            uses[kind] += 1
+            op = Op(self.rank, number + 1, kind, uses[kind], variant, letter.islower())
+            if op.held:
+                held[kind, op.use] = op
+            caller = callers[kind]
+            publish = [step for peer in self.destinations for step in self._publish(op, peer)]
+            late = "late_descriptor" in broken
+            grants: list[Step] = []
+            ended = held.pop((kind, op.use - config.depth), None)
+            if ended is not None:
+                reads = [s for source in self.sources for s in self._reads(ended, caller, source, arrival=False)]
+                grants = reads + self._credits(ended)
+            head = [] if "grant_after_send" in broken else grants
+            if config.inline_publish:
+                head = head + publish
+            head = head + self._start(op, caller)
+            sends = self._sends(op, caller, publish if late else [])
+            if not (config.inline_publish or late or "host_publishes" in broken):
+                sends[1:1] = publish  # after the gate
+            if "host_publishes" in broken:
+                host.steps += publish
+            receives = self._receives(op, caller)
+            if "credit_before_read" in broken:
+                receives[-1:-1] = self._credits(op)
+            tail = [self._join(op)]
+            if "grant_after_send" in broken:
+                tail = grants + tail
+            if not op.held and "credit_before_read" not in broken:
+                tail += self._credits(op)
+            if config.one_queue:
+                order = (receives, sends) if "waiter_first" in broken else (sends, receives)
+                caller.steps += head + order[0] + order[1] + tail
+            else:
+                comm.steps += sends
+                caller.steps += head + receives + tail
+        for caller in callers.values():
+            if config.gives_up and caller.steps and caller.steps[-1].label != "end":
+                caller.steps.append(Step("end"))  # not eager: whether a rank can still give up depends on it
+        for thread in (comm, callers["A"], callers["R"], host):
+            if thread.steps and thread not in self.code.threads:
+                self.code.threads.append(thread)
+        self.code.waited.append(self.waited)
+        self.code.differs.append(self.differs)
+
+    def _thread(self, name: str) -> Thread:
+        return Thread(self.rank, f"rank {self.rank} {name}", self.at("pc", self.rank, name))
+
+    def _label(self, op: Op, text: str) -> str:
+        return f"rank {self.rank}, {op}: {text}"
+
+    def _stored(self, use: int) -> int:
+        return (self.config.first_epoch + use) % self.config.modulus
+
+    def _slot(self, op: Op) -> int:
+        return op.use % self.config.depth
+
+    # -- events inside the rank ----------------------------------------------------------------------------------
+
+    def _start(self, op: Op, caller: Thread) -> list[Step]:
+        started = self.at("started", self.rank, caller.name)
+        self._remember(op, started)
+        steps = [self._set(self._label(op, "the caller's stream reaches it"), started, op.seq)]
+        if op.kind == "R":
+            made = self.at("made", self.rank, caller.name)
+            count = self.config.tp_size - 1
+            for number, peer in enumerate(self.destinations):
+                label = self._label(op, f"partial rows for rank {peer} are computed")
+                steps.append(self._set(label, made, (op.use - 1) * count + number + 1))
+        return steps
+
+    def _join(self, op: Op) -> Step:
+        sent = self.at("sent", self.rank)
+        return self._wait(self._label(op, "the caller's stream joins the sends"), lambda state: state[sent] >= op.seq)
+
+    @staticmethod
+    def _set(label: str, word: int, value: int) -> Step:
+        def effect(state: bytearray) -> None:
+            state[word] = value
+
+        return Step(label, None, effect, eager=True, shows=True)
+
+    @staticmethod
+    def _wait(label: str, guard: Guard, waits: tuple[int, ...] = ()) -> Step:
+        return Step(label, guard, None, eager=True, waits=waits)
+
+    # -- sends ---------------------------------------------------------------------------------------------------
+
+    def _sends(self, op: Op, caller: Thread, late_publish: list[Step]) -> list[Step]:
+        started = self.at("started", self.rank, caller.name)
+        made = self.at("made", self.rank, caller.name)
+        gated, count = self.config.gated, self.config.tp_size - 1
+        gate: Guard = (lambda state: state[started] >= op.seq) if gated else (lambda state: True)
+        steps = [self._wait(self._label(op, "the comm stream may start"), gate)]
+        for number, peer in enumerate(self.destinations):
+            if op.kind == "R" and gated:
+                chunk = (op.use - 1) * count + number + 1
+                label = self._label(op, f"the comm stream sees the partial rows for rank {peer}")
+                steps.append(self._wait(label, lambda state, chunk=chunk: state[made] >= chunk))  # type: ignore[misc]
+            if "no_credit_wait" not in self.config.broken:
+                steps.append(self._wait_credit(op, peer))
+            for piece in range(self.config.pieces):
+                copy, flag = self._copy(op, peer, piece), self._arrival(op, peer, piece)
+                steps += [flag, *copy] if "flag_before_data" in self.config.broken else [*copy, flag]
+            steps += late_publish
+            late_publish = []
+        return [*steps, self._set(self._label(op, "sends are done"), self.at("sent", self.rank), op.seq)]
+
+    def _wait_credit(self, op: Op, peer: int) -> Step:
+        lag = self.config.depth if self.config.credit_lag is None else self.config.credit_lag
+        word = self.at("credit", self.rank, op.kind, self._slot(op), peer, initial=self.config.first_epoch)
+        self.waited.add(word)
+        epoch, reached = self._stored(op.use - lag), self.reached
+        label = self._label(op, f"has the credit of rank {peer} for use {op.use - lag}")
+        return self._wait(label, lambda state: reached(state[word], epoch), (word,))
+
+    def _copy(self, op: Op, peer: int, piece: int) -> list[Step]:
+        cell = self.at("data", peer, op.kind, self._slot(op), self.rank, piece)
+        mine, taint = self.at("abort", peer, self.rank), self.taint
+        peer_error, device = self.at("error", peer), self.config.device
+
+        def begin(state: bytearray) -> str | None:
+            old = state[cell]
+            state[cell] = datum(op.use - 1, op.variant, state[taint], WRITING)
+            if old & 3 == FREE or (device and (state[mine] or state[peer_error])):
+                return None
+            return f"rank {self.rank} overwrites data that rank {peer} still has to read: {describe(old)}"
+
+        def end(state: bytearray) -> None:
+            state[cell] = datum(op.use - 1, op.variant, state[taint], WRITTEN)
+
+        name = f"piece {piece} to rank {peer}"
+        return [
+            Step(self._label(op, f"begins to copy {name}"), None, begin, shows=True),
+            Step(self._label(op, f"has copied {name}"), None, end, shows=True),
+        ]
+
+    def _arrival(self, op: Op, peer: int, piece: int) -> Step:
+        word = self._arrival_word(peer, op, self.rank, piece)
+        return self._set(self._label(op, f"arrival flag of piece {piece} at rank {peer}"), word, self._stored(op.use))
+
+    def _arrival_word(self, owner: int, op: Op, source: int, piece: int) -> int:
+        return self.at("arrival", owner, op.kind, self._slot(op), source, piece, initial=self.config.first_epoch)
+
+    # -- descriptors ---------------------------------------------------------------------------------------------
+
+    def _descriptor_words(self, owner: int, source: int, op: Op) -> tuple[int, int]:
+        entry = op.seq % self.config.ring
+        return self.at("record", owner, source, entry), self.at("digest", owner, source, entry)
+
+    def _publish(self, op: Op, peer: int) -> list[Step]:
+        record_word, digest_word = self._descriptor_words(peer, self.rank, op)
+        new_record, new_digest = record(op.seq, op.kind, op.variant), digest(op.kind, op.use, op.variant)
+        mine, peer_error, device = self.at("abort", peer, self.rank), self.at("error", peer), self.config.device
+
+        def lost(state: bytearray) -> str | None:
+            old = state[record_word]
+            if old in (0, POISON) or old & READ or (device and (state[mine] or state[peer_error])):
+                return None
+            seq = (old & ~READ) >> 2
+            if seq == op.seq:
+                return None
+            return f"rank {self.rank} overwrites its descriptor of op {seq}, which rank {peer} has not compared yet"
+
+        def write_digest(state: bytearray) -> str | None:
+            state[digest_word] = new_digest
+            return lost(state)
+
+        def write_record(state: bytearray) -> str | None:
+            problem = lost(state)
+            state[record_word] = new_record
+            return problem
+
+        steps = [
+            Step(self._label(op, f"digest to rank {peer}"), None, write_digest, eager=True, shows=True),
+            Step(self._label(op, f"record to rank {peer}"), None, write_record, eager=True, shows=True),
+        ]
+        return steps[::-1] if "record_before_digest" in self.config.broken else steps
+
+    def _expect(self, op: Op, caller: Thread, source: int) -> list[Step]:
+        """Wait for the record of ``source``, then compare. On the GPU the compare is a wait for equality."""
+        record_word, digest_word = self._descriptor_words(self.rank, source, op)
+        self.waited |= {record_word, digest_word}
+        own_record, own_digest = record(op.seq, op.kind, op.variant), digest(op.kind, op.use, op.variant)
+        compares = "no_compare" not in self.config.broken
+        raised, pc = self.raised, caller.pc
+
+        def published(state: State) -> bool:
+            return state[record_word] == POISON or (state[record_word] & ~READ) >> 2 == op.seq
+
+        def equal(state: State) -> bool:
+            if not compares:
+                return published(state)
+            has = state[record_word]
+            return (has == POISON or has & ~READ == own_record) and state[digest_word] in (POISON, own_digest)
+
+        def compare(state: bytearray) -> None:
+            if not equal(state):
+                state[raised] = MISMATCH
+                state[pc] = STOPPED
+            elif state[record_word] != POISON:
+                state[record_word] |= READ
+
+        label = self._label(op, f"the descriptor of rank {source}")
+        if self.config.device:
+            return [Step(f"{label} is there and equal", equal, compare, eager=True, waits=(record_word, digest_word))]
+        steps = [self._wait(f"{label} is there", published)] if self.config.descriptor_wait else []
+        return [*steps, Step(f"{label} is compared", None, compare, eager=True, shows=True)]
+
+    def _remember(self, op: Op, started: int) -> None:
+        """For the watchdog: does some peer's record of this operation, while it is the current one, differ?"""
+        own = record(op.seq, op.kind, op.variant), digest(op.kind, op.use, op.variant)
+        for source in self.sources:
+            words = self._descriptor_words(self.rank, source, op)
+
+            def differs(state: State, words: tuple[int, int] = words) -> bool:
+                has = state[words[0]] & ~READ
+                return state[started] == op.seq and has >> 2 == op.seq and (has, state[words[1]]) != own
+
+            self.differs.append(differs)
+
+    # -- receives ------------------------------------------------------------------------------------------------
+
+    def _receives(self, op: Op, caller: Thread) -> list[Step]:
+        steps: list[Step] = []
+        for source in self.sources:
+            expect = self._expect(op, caller, source)
+            reads = self._reads(op, caller, source, arrival=True)
+            steps += [*expect, *reads] if self.config.descriptor_wait else [reads[0], *expect, *reads[1:]]
+        return steps
+
+    def _reads(self, op: Op, caller: Thread, source: int, arrival: bool) -> list[Step]:
+        """Wait for (unless it is a held slot's late reader) and read what ``source`` sent."""
+        steps: list[Step] = []
+        for piece in range(self.config.pieces):
+            word = self._arrival_word(self.rank, op, source, piece)
+            self.waited.add(word)
+            epoch, reached = self._stored(op.use), self.reached
+            if arrival:
+                label = self._label(op, f"piece {piece} of rank {source} has arrived")
+                steps.append(
+                    self._wait(label, lambda s, word=word, reached=reached: reached(s[word], epoch), (word,))  # type: ignore[misc]
+                )
+            steps.append(self._read(op, source, piece, last=not (arrival and op.held)))
+        return steps
+
+    def _read(self, op: Op, source: int, piece: int, last: bool) -> Step:
+        # One step is enough: a write that could fall into a longer read could as well come just before it.
+        cell = self.at("data", self.rank, op.kind, self._slot(op), source, piece)
+        expected = datum(op.use - 1, op.variant, 0, WRITTEN)
+        aborts = [self.at("abort", self.rank, peer) for peer in self.sources]
+        error, taint, device = self.error, self.taint, self.config.device
+
+        def effect(state: bytearray) -> str | None:
+            found = state[cell]
+            if last and found & 3 == WRITTEN:
+                state[cell] = found & ~3 | FREE
+            if found == expected:
+                return None
+            if device and (state[error] or any(state[word] for word in aborts)):
+                state[taint] = 1  # garbage, but mgr.check() already has something to raise
+                return None
+            return f"rank {self.rank} reads {describe(found)} from rank {source}, not {describe(expected)}"
+
+        late = "" if last and not op.held else " (the last reader of a held slot)" if last else " (first reader)"
+        return Step(self._label(op, f"reads piece {piece} of rank {source}{late}"), None, effect)
+
+    def _credits(self, op: Op) -> list[Step]:
+        steps = []
+        for peer in self.sources:
+            word = self.at("credit", peer, op.kind, self._slot(op), self.rank, initial=self.config.first_epoch)
+            steps.append(self._set(self._label(op, f"credit to rank {peer}"), word, self._stored(op.use)))
+        return steps

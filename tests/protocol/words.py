@@ -1,0 +1,61 @@
+"""The shared words of the model: one byte each, addressed by name, together one immutable ``bytes`` a state.
+
+Ghost bits (a record's ``READ`` bit, a datum's ``taint``) are the model's book-keeping: no real word holds them and no
+guard of a step looks at them, only the checks do.
+"""
+
+from __future__ import annotations
+
+POISON = 255  # stands for "epoch + 2**30": satisfies every wait that can be queued
+STOPPED = 254  # program counter of a stream that will never move again
+
+# Phases of one datum: a (destination, region, slot, source, piece) cell of a slot.
+FREE, WRITING, WRITTEN = 0, 1, 2
+
+# A record keeps this bit once its reader has compared it (ghost).
+READ = 0x80
+
+# Error codes of a rank; `abort` words carry them to the peers.
+OK, TIMEOUT, MISMATCH = 0, 1, 2
+
+
+class Words:
+    """Allocates a byte for each name on first use and remembers its value before the first step."""
+
+    def __init__(self) -> None:
+        self.index: dict[tuple[object, ...], int] = {}
+        self.initial = bytearray()
+
+    def at(self, *name: object, initial: int = 0) -> int:
+        """Index of the word ``name``; ``initial`` counts at the first mention."""
+        if name not in self.index:
+            self.index[name] = len(self.initial)
+            self.initial.append(initial)
+        return self.index[name]
+
+
+def datum(use: int, variant: int, taint: int, phase: int) -> int:
+    """Contents of one cell. ``use`` counts from the first modelled use of the region; ``variant`` is the writer's T."""
+    if not (0 <= use < 8 and 0 <= variant < 4 and taint in (0, 1)):
+        raise ValueError(f"use={use}, variant={variant}, taint={taint} do not fit the model's byte")
+    return use << 5 | variant << 3 | taint << 2 | phase
+
+
+def describe(cell: int) -> str:
+    """A cell's contents for a trace."""
+    if cell == 0:
+        return "nothing"
+    phase = ("consumed", "half-written", "written")[cell & 3]
+    return f"use {cell >> 5} ({phase}{', tainted' if cell & 4 else ''}{f', variant {v}' if (v := cell >> 3 & 3) else ''})"
+
+
+def record(seq: int, kind: str, variant: int) -> int:
+    """First descriptor word: sequence number, operation, T (variant 1 is another T, variant 2 only other counts)."""
+    if not 0 < seq < 32:
+        raise ValueError(f"seq={seq} does not fit the model's record")
+    return seq << 2 | (kind == "R") << 1 | (variant == 1)
+
+
+def digest(kind: str, use: int, variant: int) -> int:
+    """Second descriptor word: hash of counts, dtype, region and use. Injective here: collisions are not modelled."""
+    return 1 + (use << 3 | variant << 1 | (kind == "R"))

@@ -1,0 +1,23 @@
+"""HOW ROWS MOVE: schedules, flags and credits, streams, exchanges, the watchdog. Knows no GEMM."""
+
+from tpoverlap.comm.channel import Channel
+from tpoverlap.comm.collectives import all_gather_rows, reduce_scatter_rows
+from tpoverlap.comm.exchange import Exchange
+from tpoverlap.comm.reduce import sum_in_rank_order
+from tpoverlap.comm.schedule import Step, Transfer, all_gather_schedule, pipeline_schedule, reduce_scatter_schedule
+from tpoverlap.comm.trace import Mark, Trace
+
+__all__ = [
+    "Channel",
+    "Exchange",
+    "Mark",
+    "Step",
+    "Trace",
+    "Transfer",
+    "all_gather_rows",
+    "all_gather_schedule",
+    "pipeline_schedule",
+    "reduce_scatter_rows",
+    "reduce_scatter_schedule",
+    "sum_in_rank_order",
+]

@@ -1,0 +1,284 @@
+"""The communication engine of one manager: arenas, regions, streams, signals and the order of operations.
+
+Three kinds of transport share this class: one-sided on the CPU, one-sided on the GPU, and messages. `open` starts an
+operation on a region and returns its `Exchange`; `announce` only checks that all ranks are at the same operation
+(for methods that communicate through plain collectives).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tpoverlap.comm.descriptor import Descriptor, digest64
+from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
+from tpoverlap.comm.exchange import Exchange
+from tpoverlap.comm.fault import Fault
+from tpoverlap.comm.liveness import ProcessIdentity
+from tpoverlap.comm.region import Region
+from tpoverlap.comm.schedule import Step, Transfer
+from tpoverlap.comm.streams import Event, Stream
+from tpoverlap.comm.trace import Trace
+from tpoverlap.comm.transport import Transport, make_transport
+from tpoverlap.comm.watchdog import Watchdog, abort_reason
+from tpoverlap.errors import NotInitializedError, TpOverlapError
+from tpoverlap.memory.base import Arena, Backend, agree
+from tpoverlap.memory.layout import ArenaLayout, RegionSpec
+from tpoverlap.tokens import TokenPartition
+
+logger = logging.getLogger("tpoverlap")
+
+
+@dataclass
+class InFlight:
+    """An operation that has started and is not known to have finished."""
+
+    descriptor: Descriptor
+    started_s: float
+    finished: Event | None = None
+
+
+class Channel:
+    """Construction and `close` are collective; everything else is local.
+
+    Args:
+        backend: where memory comes from.
+        regions: the regions of the first arena.
+        timeout_s: bound of every wait for a peer.
+        num_compute_streams: extra compute streams (pipeline's ``num_max_streams``).
+    """
+
+    def __init__(
+        self, backend: Backend, regions: Sequence[RegionSpec], timeout_s: float, num_compute_streams: int = 0
+    ) -> None:
+        self.backend = backend
+        self.device = backend.device
+        self.rank = backend.rank
+        self.tp_size = backend.tp_size
+        self.peers = [(self.rank + offset) % self.tp_size for offset in range(1, self.tp_size)]
+        self.timeout_s = timeout_s
+        self.fault = Fault()
+        self.trace: Trace | None = None
+        self.before_copy: Callable[[Transfer], None] | None = None
+        """Test hook: called on the comm stream before each transfer (``testing.faults`` delays it)."""
+        self.arenas: list[Arena] = []
+        self.regions: dict[str, Region] = {}
+        self.num_allocations = 0
+        self._sequence = 0
+        self._lock = threading.Lock()
+        self._in_flight: dict[int, InFlight] = {}
+        self._closed = False
+        self._released = False
+        arena, layout = self._allocate(regions)
+        self.identities = agree(backend.group, ProcessIdentity.own())
+        self.transport: Transport = make_transport(backend, arena, layout, self.fault, timeout_s)
+        self.comm_stream: Stream = self.transport.new_stream("comm", high_priority=True)
+        self.compute_streams: list[Stream] = []
+        self.add_compute_streams(num_compute_streams)
+        self._watchdog = Watchdog(self)
+
+    # -- set-up --------------------------------------------------------------------------------------------------
+
+    def _allocate(self, regions: Sequence[RegionSpec]) -> tuple[Arena, ArenaLayout]:
+        layout = ArenaLayout(self.tp_size, tuple(regions))
+        arena = self.backend.allocate(layout.total_bytes)
+        self.arenas.append(arena)
+        self.num_allocations += 1
+        for index, spec in enumerate(layout.regions):
+            assert spec.name not in self.regions, f"region {spec.name} exists"
+            self.regions[spec.name] = Region(spec.name, arena, layout, index)
+        return arena, layout
+
+    def add_regions(self, regions: Sequence[RegionSpec]) -> None:
+        """Allocate a further arena for more regions. Collective."""
+        self.check()
+        arena, layout = self._allocate(regions)
+        self.transport.add_arena(arena, layout)
+
+    def add_compute_streams(self, count: int) -> None:
+        """Have at least ``count`` extra compute streams."""
+        while len(self.compute_streams) < count:
+            label = f"compute{len(self.compute_streams)}"
+            self.compute_streams.append(self.transport.new_stream(label, high_priority=False))
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        region_name: str,
+        label: str,
+        steps: tuple[Step, ...],
+        partition: TokenPartition,
+        dtype: torch.dtype,
+    ) -> Exchange:
+        """Start an operation: claim its number and its slot, and tell the peers. Never waits for them.
+
+        Args:
+            region_name: "ag", "rs" or a later region.
+            label: GEMM name, direction and method; all ranks must pass the same one.
+            steps: this rank's schedule.
+            partition: rows of each rank.
+            dtype: of the communicated rows.
+        """
+        region = self.regions[region_name]
+        with self._lock:
+            self.check()
+            region.uses += 1
+            descriptor = self._next_descriptor(label, partition, dtype, region.index + 1, region.uses)
+            caller = self.transport.caller_stream()
+            exchange = self.transport.new_exchange(
+                self, region, region.uses, descriptor, steps, partition, dtype, caller
+            )
+            exchange.start()
+        return exchange
+
+    def announce(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> Descriptor:
+        """Check, in stream order, that every rank is at this operation. Call `completed` (or `fail`) afterwards."""
+        with self._lock:
+            self.check()
+            descriptor = self._next_descriptor(label, partition, dtype, 0, 0)
+            caller = self.transport.caller_stream()
+        try:
+            self.transport.meet(descriptor, caller)
+        except BaseException as error:
+            self.fail(error, descriptor)
+            raise
+        return descriptor
+
+    def caller_stream(self) -> Stream:
+        """The stream that the caller's tensors are ordered on."""
+        return self.transport.caller_stream()
+
+    def _next_descriptor(
+        self, label: str, partition: TokenPartition, dtype: torch.dtype, region: int, epoch: int
+    ) -> Descriptor:
+        self._sequence += 1
+        digest = digest64(partition.hash64, zlib.crc32(str(dtype).encode()), zlib.crc32(label.encode()), region, epoch)
+        descriptor = Descriptor(self._sequence, label, partition.total, digest)
+        self.diagnosis.remember(descriptor)
+        self._in_flight[descriptor.sequence] = InFlight(descriptor, time.monotonic())
+        return descriptor
+
+    def completed(self, descriptor: Descriptor, caller: Stream) -> None:
+        """The operation's work is done (CPU) or enqueued (GPU)."""
+        if self.device.type == "cpu":
+            self._in_flight.pop(descriptor.sequence, None)
+            return
+        self._in_flight[descriptor.sequence].finished = caller.record()
+        while (oldest := next(iter(self._in_flight.values()), None)) is not None:
+            if oldest.finished is None or not oldest.finished.done():
+                break
+            self._in_flight.pop(oldest.descriptor.sequence, None)
+
+    # -- errors --------------------------------------------------------------------------------------------------
+
+    @property
+    def diagnosis(self) -> Diagnosis:
+        """Own operations beside the peers'."""
+        return self.transport.diagnosis
+
+    @property
+    def bounds_waits(self) -> bool:
+        """Whether the watchdog must end waits at the time-out (waiters on the CPU bound themselves)."""
+        return self.device.type == "cuda"
+
+    def oldest_in_flight(self) -> InFlight | None:
+        """The operation that has been running longest, or None. For the watchdog."""
+        for entry in list(self._in_flight.values()):
+            if entry.finished is None or not entry.finished.done():
+                return entry
+        return None
+
+    def refresh_peer_state(self) -> None:
+        """Fetch what peers published. For the watchdog."""
+        self.transport.refresh()
+
+    def abort_word(self, peer: int) -> int:
+        """0, or why ``peer`` gave up."""
+        return self.transport.abort_word(peer)
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything; NotInitializedError after `close`."""
+        self.fault.check()
+        if self._closed:
+            raise NotInitializedError("this manager was closed; create a new one")
+
+    def fail(self, error: BaseException, descriptor: Descriptor) -> None:
+        """An operation ended with ``error``: later calls raise, peers are told, waiters are released."""
+        if isinstance(error, TpOverlapError):
+            self.end(error)
+        else:
+            self.end(
+                TpOverlapError(
+                    f"rank {self.rank} failed inside {descriptor.label} (T={descriptor.num_tokens}): {error!r}. "
+                    "The manager cannot go on; close it"
+                ),
+                descriptor.sequence,
+            )
+        self.release_waiters()
+
+    def end(self, error: TpOverlapError, sequence: int | None = None) -> None:
+        """Store the first error and tell the peers."""
+        if self.fault.set(error):
+            number = self._sequence if sequence is None else sequence
+            oldest = self.oldest_in_flight()
+            if oldest is not None and sequence is None:
+                number = oldest.descriptor.sequence
+            self._tell_peers(abort_reason(error).word(number))
+
+    def _tell_peers(self, word: int) -> None:
+        try:
+            self.transport.announce_abort(word)
+        except Exception:
+            logger.exception("could not tell the peers that rank %d gave up", self.rank)
+
+    def release_waiters(self) -> None:
+        """Let every local wait go. Idempotent; only after the fault was stored."""
+        assert self.fault.error is not None, "release without a fault would let waiters read what is not there"
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+            pending = [entry.descriptor for entry in self._in_flight.values()]
+        self.transport.release(pending)
+
+    # -- end of life ---------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Give up at once, locally: peers are told, nothing is waited for. Idempotent."""
+        if self._closed:
+            return
+        if self.fault.error is None:
+            self.fault.set(NotInitializedError("this manager was aborted; create a new one"))
+            self._tell_peers(AbortReason.CLOSED.word(self._sequence))
+        self.release_waiters()
+        self._shut_down()
+
+    def close(self) -> None:
+        """Free everything. Collective, unless there was an error; idempotent."""
+        if self._closed:
+            return
+        if self.fault.error is not None:
+            self._shut_down()
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        # No rank may unmap while a peer can still write a credit or an arrival into its arena.
+        agree(self.backend.group, "closing")
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        self._closed = True
+        self._watchdog.stop()
+        for stream in (self.comm_stream, *self.compute_streams):
+            stream.close()
+        self.transport.close()
+        for arena in self.arenas:
+            arena.close()
+        self._in_flight.clear()

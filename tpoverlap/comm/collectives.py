@@ -1,0 +1,63 @@
+"""Plain, non-overlapped collectives over uneven shards: what `sequential` uses, and what overflow falls back to.
+
+They go through ``torch.distributed`` and need no registered buffer. The reduce-scatter is an all-to-all followed by the
+same float32 sum in rank order as everywhere else, so that a method and its twin differ by nothing but time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from tpoverlap.comm.reduce import sum_in_rank_order
+from tpoverlap.tokens import TokenPartition
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def all_gather_rows(x_shard_t: torch.Tensor, partition: TokenPartition, group: ProcessGroup) -> torch.Tensor:
+    """[T_r, H] -> [T, H]. Uneven shards travel padded to the longest, because Gloo takes equal sizes only."""
+    if group.size() == 1:
+        return x_shard_t
+    width, longest = x_shard_t.shape[1], partition.max_count
+    staged = _stage(x_shard_t.contiguous(), group)
+    even = min(partition.counts) == longest
+    if not even and staged.shape[0] < longest:
+        staged = torch.cat([staged, staged.new_zeros(longest - staged.shape[0], width)])
+    gathered = staged.new_empty(longest * group.size(), width)
+    dist.all_gather_into_tensor(gathered, staged, group=group)
+    if not even:
+        gathered = torch.cat([gathered[r * longest : r * longest + n] for r, n in enumerate(partition.counts)])
+    return gathered.to(x_shard_t.device)
+
+
+def reduce_scatter_rows(
+    partial: torch.Tensor, partition: TokenPartition, group: ProcessGroup, out: torch.Tensor
+) -> None:
+    """[T, N] partial sums -> ``out`` [T_r, N]: float32 sum in rank order, rounded once."""
+    rank, size = group.rank(), group.size()
+    if size == 1:
+        out.copy_(partial)
+        return
+    own_rows = partition.counts[rank]
+    staged = _stage(partial.contiguous(), group)
+    received = staged.new_empty(own_rows * size, staged.shape[1])
+    dist.all_to_all_single(
+        received,
+        staged,
+        output_split_sizes=[own_rows] * size,
+        input_split_sizes=list(partition.counts),
+        group=group,
+    )
+    received = received.to(partial.device)
+    sum_in_rank_order(received.view(size, own_rows, -1).unbind(0), out)
+
+
+def _stage(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    # Several ranks on one GPU have only Gloo, whose collectives do not take CUDA tensors in general.
+    if tensor.is_cuda and "nccl" not in dist.get_backend(group):
+        return tensor.cpu()
+    return tensor

@@ -1,0 +1,127 @@
+"""From descriptors to the error a user can act on: a mismatch, a peer that gave up, or a peer that is late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import IntEnum
+
+from tpoverlap.comm.descriptor import Descriptor, describe, operation_id, sequence_matches
+from tpoverlap.errors import PeerTimeoutError, RankMismatchError, TpOverlapError
+from tpoverlap.memory.layout import DESCRIPTOR_RING
+
+PeerWords = Callable[[int, int], tuple[int, int]]
+_SETTLE_S = 0.25
+
+
+class AbortReason(IntEnum):
+    """Why a rank gave up; travels in the low bits of its abort word, above them the operation's sequence number."""
+
+    ERROR = 1
+    MISMATCH = 2
+    CLOSED = 3
+
+    def word(self, sequence: int) -> int:
+        """The 32-bit abort word for this reason at operation ``sequence``."""
+        return ((sequence & 0xFFFFFF) << 8) | self
+
+    @staticmethod
+    def decode(word: int) -> tuple[AbortReason, int]:
+        """(reason, sequence modulo 2**24) of an abort word."""
+        return AbortReason(word & 0xFF), word >> 8
+
+
+class Diagnosis:
+    """This rank's recent operations, and messages that put the peers' beside them.
+
+    Args:
+        rank, tp_size: of the group.
+        timeout_s: named in messages.
+        peer_words: (peer, sequence) -> the (record, digest) that the peer last published for that ring entry.
+    """
+
+    def __init__(self, rank: int, tp_size: int, timeout_s: float, peer_words: PeerWords) -> None:
+        self.rank = rank
+        self.tp_size = tp_size
+        self.timeout_s = timeout_s
+        self._peer_words = peer_words
+        self._labels: dict[int, str] = {}
+        self._history: list[Descriptor | None] = [None] * DESCRIPTOR_RING  # a ring: read by the watchdog's thread
+
+    def remember(self, descriptor: Descriptor) -> None:
+        """Note one of this rank's own operations."""
+        self._labels[operation_id(descriptor.label)] = descriptor.label
+        self._history[descriptor.sequence % DESCRIPTOR_RING] = descriptor
+
+    def know(self, label: str) -> None:
+        """Make ``label`` printable when a peer names it."""
+        self._labels[operation_id(label)] = label
+
+    def differs(self, descriptor: Descriptor) -> bool:
+        """Whether some peer has published another operation, T or layout under this sequence number."""
+        for peer in self._peers():
+            record, digest = self._peer_words(peer, descriptor.sequence)
+            if sequence_matches(record, descriptor.sequence) and (record, digest) != (
+                descriptor.record,
+                descriptor.digest,
+            ):
+                return True
+        return False
+
+    def mismatch(self, sequence: int) -> RankMismatchError:
+        """Names every rank's value for operation number ``sequence``, as far as it has published one."""
+        own = self._history[sequence % DESCRIPTOR_RING]
+        if own is not None and (own.sequence - sequence) & 0xFFFFFF:
+            own = None  # this rank has not got that far yet
+        values: list[tuple[int, int]] = []
+        for rank in range(self.tp_size):
+            if rank != self.rank:
+                values.append(self._settled(rank, sequence))
+            else:
+                values.append((own.record, own.digest) if own is not None else (0, 0))
+        started = [v for v in values if sequence_matches(v[0], sequence)]
+        only_counts = len({record for record, _ in started}) == 1
+        parts = []
+        for rank, (record, digest) in enumerate(values):
+            text = describe(record, self._labels) if sequence_matches(record, sequence) else "not started"
+            if only_counts and sequence_matches(record, sequence):
+                text += f" and row counts, dtype and options of digest {digest & 0xFFFFFF:06x}"
+            parts.append(f"rank {rank}: {text}")
+        return RankMismatchError(
+            f"ranks disagree on operation number {sequence}: {'; '.join(parts)}. "
+            "Every rank must call the same operations in the same order, with the same T, row counts, dtype and options"
+        )
+
+    def gave_up(self, peer: int, word: int, what: str) -> TpOverlapError:
+        """The error for an abort word of ``peer``, seen while waiting for ``what``."""
+        reason, sequence = AbortReason.decode(word)
+        if reason is AbortReason.MISMATCH:
+            return self.mismatch(sequence)
+        did = "closed its manager" if reason is AbortReason.CLOSED else "raised an error and gave up"
+        return PeerTimeoutError(
+            f"rank {peer} {did} while rank {self.rank} waited for it: {what}. "
+            f"The cause is the first error printed by rank {peer}"
+        )
+
+    def late(self, peer: int, waited_s: float, what: str) -> PeerTimeoutError:
+        """The error for a peer that did not answer in time."""
+        return PeerTimeoutError(
+            f"rank {self.rank} waited {waited_s:.1f} s for rank {peer}: {what}. "
+            f"Rank {peer} is stuck, dead, or slower than timeout_s={self.timeout_s:g}"
+        )
+
+    def missing_peers(self, sequence: int) -> list[int]:
+        """Peers that have not started operation ``sequence``."""
+        return [p for p in self._peers() if not sequence_matches(self._peer_words(p, sequence)[0], sequence)]
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.tp_size) if rank != self.rank]
+
+    def _settled(self, peer: int, sequence: int) -> tuple[int, int]:
+        # A peer may be microseconds behind; give it a moment so that the message names every rank's value.
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            words = self._peer_words(peer, sequence)
+            if sequence_matches(words[0], sequence) or time.monotonic() > deadline:
+                return words
+            time.sleep(0.002)

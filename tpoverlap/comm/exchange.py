@@ -1,0 +1,224 @@
+"""One operation's traffic: what a method sees of the transport.
+
+A method sends the steps of its schedule, waits for steps, reads its slot and finishes; it does not know whether rows
+are pushed into a mapped peer (`OneSidedExchange`) or travel as messages (`MessageExchange` in ``messages.py``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpoverlap.comm.descriptor import Descriptor
+from tpoverlap.comm.region import Region
+from tpoverlap.comm.schedule import Step, Transfer
+from tpoverlap.comm.signals import Signals, SlotRef
+from tpoverlap.comm.streams import Event, Stream
+from tpoverlap.tokens import TokenPartition
+
+if TYPE_CHECKING:
+    from tpoverlap.comm.channel import Channel
+
+
+class Exchange(ABC):
+    """Use it as a context manager: leaving finishes the operation, leaving with an exception ends the channel.
+
+    Attributes:
+        steps: this rank's schedule.
+        partition: rows of each rank.
+        caller: the stream that the caller's tensors are ordered on.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        region: Region,
+        epoch: int,
+        descriptor: Descriptor,
+        steps: tuple[Step, ...],
+        partition: TokenPartition,
+        dtype: torch.dtype,
+        caller: Stream,
+    ) -> None:
+        self.steps = steps
+        self.partition = partition
+        self.rank = channel.rank
+        self.tp_size = channel.tp_size
+        self.caller = caller
+        self.compute_streams = channel.compute_streams
+        self.dtype = dtype
+        self.hands_out_slot = epoch in region.held
+        self._channel = channel
+        self._region = region
+        self._epoch = epoch
+        self._descriptor = descriptor
+        self._comm = channel.comm_stream
+
+    # -- what methods call ---------------------------------------------------------------------------------------
+
+    def send(self, step: Step, source: torch.Tensor, base_row: int, ready: Event | None = None) -> None:
+        """Move this rank's rows of ``step`` to their destinations, on the comm stream.
+
+        Args:
+            step: one of `steps`.
+            source: rows of the activation (columns of the step's split only), starting with row ``base_row``.
+            base_row: the activation's row that ``source[0]`` is.
+            ready: event after which ``source`` may be read; None: now, in the caller's order.
+        """
+        self._comm.wait(self.caller.record() if ready is None else ready)
+        self._comm.run(lambda: self._send(step, source, base_row))
+
+    def copy_own(self, source: torch.Tensor, first_element: int) -> None:
+        """Copy own rows into the local slot too, on the comm stream (for readers of the whole activation)."""
+        view = self.view(first_element, tuple(source.shape))
+        if view.data_ptr() == source.data_ptr():
+            return  # the caller wrote straight into the slot
+        reader = self._region.last_reader.get(self._epoch % self._region.depth)
+        if reader is not None:
+            self._comm.wait(reader)
+        self._comm.run(lambda: view.copy_(source, non_blocking=True))
+        self._own_copy_done = self._comm.record()
+
+    def wait_own(self, stream: Stream) -> None:
+        """``stream`` goes on after `copy_own`."""
+        stream.wait(self._own_copy_done)
+
+    _own_copy_done: Event
+
+    def wait(self, step: Step, stream: Stream) -> None:
+        """``stream`` goes on once everything that ``step`` receives is in the local slot."""
+        stream.run(lambda: self._wait(step, stream))
+
+    def view(self, first_element: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Part of the local slot, typed. Valid until `finish`."""
+        return self._region.view(self.rank, self._epoch, first_element, shape, self.dtype)
+
+    def run(self, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
+        """Run a GEMM (or another computation) on ``stream``, marked in the trace if there is one."""
+        trace = self._channel.trace
+        if trace is None:
+            stream.run(work)
+            return
+
+        def traced() -> None:
+            trace.mark(stream, f"{what}_begin", step)
+            work()
+            trace.mark(stream, f"{what}_end", step)
+
+        stream.run(traced)
+
+    # -- life time -----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self._finish()
+            except BaseException as late:
+                self._channel.fail(late, self._descriptor)
+                raise
+            self._channel.completed(self._descriptor, self.caller)
+        else:
+            self._channel.fail(error, self._descriptor)
+
+    # -- what a transport implements -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def start(self) -> None:
+        """Announce the operation. Called once, right after construction, under the channel's lock."""
+
+    @abstractmethod
+    def _send(self, step: Step, source: torch.Tensor, base_row: int) -> None: ...
+
+    @abstractmethod
+    def _wait(self, step: Step, stream: Stream) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Join the comm stream, after which the caller may do what it likes with its tensors; give credits."""
+
+    def _mark(self, stream: Stream, what: str, step: int) -> None:
+        if self._channel.trace is not None:
+            self._channel.trace.mark(stream, what, step)
+
+    def _describe(self, transfer: Transfer) -> str:
+        rows = f"rows {transfer.row_start}:{transfer.row_stop}"
+        return f"{self._descriptor.label} (T={self.partition.total}), step {transfer.step}, {rows}"
+
+
+class OneSidedExchange(Exchange):
+    """Copies into mapped peers, with the flags of `tpoverlap.comm.signals`."""
+
+    signals: Signals
+
+    def start(self) -> None:
+        self._expected: set[int] = set()
+        signals, comm = self.signals, self._comm
+        region, ref = self._region, self._region.ref(self._epoch)
+        self._ref = ref
+        previous = self._epoch - region.depth
+        if previous in region.held:
+            region.held.discard(previous)
+            self._grant(region.ref(previous))
+        comm.wait(self.caller.record())
+
+        def publish() -> None:
+            for peer in self._peers():
+                signals.publish(comm, peer, self._descriptor)
+
+        comm.run(publish)
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + offset) % self.tp_size for offset in range(1, self.tp_size)]
+
+    def _send(self, step: Step, source: torch.Tensor, base_row: int) -> None:
+        signals, comm, ref = self.signals, self._comm, self._ref
+        for transfer in step.sends:
+            peer = transfer.destination
+            what = self._describe(transfer) + " (a free slot)"
+            signals.wait_credit(comm, peer, ref, self._epoch - self._region.depth, what)
+            if self._channel.before_copy is not None:
+                self._channel.before_copy(transfer)
+            rows = source[transfer.row_start - base_row : transfer.row_stop - base_row]
+            target = self._region.view(peer, self._epoch, transfer.slot_element, tuple(rows.shape), self.dtype)
+            target.copy_(rows, non_blocking=True)
+            signals.set_arrival(comm, peer, ref, transfer.piece)
+            self._mark(comm, "sent", transfer.step)
+
+    def _wait(self, step: Step, stream: Stream) -> None:
+        signals = self.signals
+        if step.peer >= 0:
+            self._expect(step.peer, stream)
+        for transfer in step.receives:
+            self._expect(transfer.source, stream)
+            signals.wait_arrival(stream, transfer.source, self._ref, transfer.piece, self._describe(transfer))
+            self._mark(stream, "arrived", transfer.step)
+
+    def _expect(self, peer: int, stream: Stream) -> None:
+        if peer not in self._expected:
+            self._expected.add(peer)
+            self.signals.expect(stream, peer, self._descriptor)
+
+    def _finish(self) -> None:
+        self.caller.run(lambda: [self._expect(peer, self.caller) for peer in self._peers()])
+        self.caller.wait(self._comm.record())
+        self._region.last_reader[self._ref.slot] = self.caller.record()
+        if self._epoch not in self._region.held:
+            self._grant(self._ref)
+
+    def _grant(self, ref: SlotRef) -> None:
+        signals, caller = self.signals, self.caller
+
+        def grant() -> None:
+            for peer in self._peers():
+                signals.grant_credit(caller, peer, ref)
+
+        caller.run(grant)

@@ -1,0 +1,45 @@
+"""The first error of a manager, seen by every thread and stream of it."""
+
+from __future__ import annotations
+
+import threading
+from typing import NoReturn
+
+from tpoverlap.errors import TpOverlapError
+
+
+class Fault:
+    """Holds the first error; every later wait and every later call raises it again.
+
+    Set by whichever thread meets it (a comm thread, the caller, the watchdog); a manager with a fault can only be
+    closed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, or None."""
+        return self._error
+
+    def set(self, error: BaseException) -> bool:
+        """Store ``error`` if it is the first one; True when it was."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+                return True
+            return False
+
+    def check(self) -> None:
+        """Raise the stored error, if there is one."""
+        if self._error is not None:
+            self._raise(self._error)
+
+    @staticmethod
+    def _raise(error: BaseException) -> NoReturn:
+        # A copy: raising one object from several threads mixes their tracebacks.
+        if isinstance(error, TpOverlapError):
+            raise type(error)(*error.args) from error
+        raise error

@@ -1,0 +1,168 @@
+"""Schedules as data: which rows go from which rank to which, in which step, into which part of the slot.
+
+A schedule is a pure function of the partition, the width and the rank. Source and destination derive the same
+transfers independently, so nothing about them is ever communicated.
+
+Ring order: in step s = 1 .. R-1 rank r exchanges with ranks r + s and r - s, so every link carries one transfer a step
+and no rank is the target of two. Chunks go straight to whoever needs them instead of being forwarded by neighbours:
+the bytes on each link are those of a ring, but no chunk waits for R - 2 hops (an NVSwitch or a mesh has the links).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tpoverlap.memory.layout import MAX_PIECES
+from tpoverlap.tokens import TokenPartition
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Rows [row_start, row_stop) of the [T, width] activation, moved from ``source`` to ``destination``.
+
+    Attributes:
+        step: ring step or pipeline split.
+        piece: index of this transfer's arrival flag among those of its source.
+        slot_element: where it goes, in elements from the start of the destination's slot.
+        col_start, col_stop: columns of the activation (all of them, except for pipeline splits).
+    """
+
+    step: int
+    source: int
+    destination: int
+    piece: int
+    row_start: int
+    row_stop: int
+    slot_element: int
+    col_start: int
+    col_stop: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows moved."""
+        return self.row_stop - self.row_start
+
+    @property
+    def num_elements(self) -> int:
+        """Elements moved; they are contiguous in the slot."""
+        return self.num_rows * (self.col_stop - self.col_start)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank sends and receives in one step. Transfers without rows are left out on both sides."""
+
+    index: int
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    peer: int
+    """The rank received from in a ring step; -1 where a step receives from all peers."""
+
+
+@lru_cache(maxsize=256)
+def all_gather_schedule(
+    partition: TokenPartition, width: int, rank: int, max_piece_rows: int | None = None
+) -> tuple[Step, ...]:
+    """Own rows to every peer; slots hold the gathered [T, width] activation, rows at their final place.
+
+    Args:
+        partition: rows of each rank.
+        width: H, columns of the activation.
+        rank: whose steps.
+        max_piece_rows: cut chunks into pieces of at most this many rows, each with a flag of its own; None: one piece.
+    """
+    size = partition.tp_size
+
+    def chunk(step: int, source: int, destination: int) -> tuple[Transfer, ...]:
+        rows = partition.rows(source)
+        return tuple(
+            Transfer(step, source, destination, piece, start, stop, start * width, 0, width)
+            for piece, (start, stop) in enumerate(_pieces(rows.start, rows.stop, max_piece_rows))
+        )
+
+    return tuple(
+        Step(
+            step,
+            chunk(step, rank, (rank - step) % size),
+            chunk(step, (rank + step) % size, rank),
+            (rank + step) % size,
+        )
+        for step in range(1, size)
+    )
+
+
+@lru_cache(maxsize=256)
+def reduce_scatter_schedule(
+    partition: TokenPartition, width: int, rank: int, max_piece_rows: int | None = None
+) -> tuple[Step, ...]:
+    """Partial rows to their owner; slots hold one [T_r, width] block a source, in rank order without the owner."""
+    size = partition.tp_size
+
+    def block(step: int, source: int, destination: int) -> tuple[Transfer, ...]:
+        rows = partition.rows(destination)
+        base = scatter_block(source, destination) * (rows.stop - rows.start) * width
+        return tuple(
+            Transfer(
+                step, source, destination, piece, start, stop, base + (start - rows.start) * width, 0, width
+            )
+            for piece, (start, stop) in enumerate(_pieces(rows.start, rows.stop, max_piece_rows))
+        )
+
+    return tuple(
+        Step(
+            step,
+            block(step, rank, (rank + step) % size),
+            block(step, (rank - step) % size, rank),
+            (rank - step) % size,
+        )
+        for step in range(1, size)
+    )
+
+
+@lru_cache(maxsize=256)
+def pipeline_schedule(partition: TokenPartition, width: int, rank: int, num_splits: int) -> tuple[Step, ...]:
+    """Reduce-scatter of column splits: step j moves columns of split j of every peer's rows.
+
+    Slots hold split after split, and inside each one contiguous [T_r, width_j] block a source: a strided copy would
+    not run on a copy engine.
+    """
+    size = partition.tp_size
+
+    def block(split: int, columns: tuple[int, int], source: int, destination: int) -> tuple[Transfer, ...]:
+        rows = partition.rows(destination)
+        count = rows.stop - rows.start
+        if count == 0:
+            return ()
+        start, stop = columns
+        base = count * ((size - 1) * start + scatter_block(source, destination) * (stop - start))
+        return (Transfer(split, source, destination, split, rows.start, rows.stop, base, start, stop),)
+
+    steps = []
+    for split, columns in enumerate(column_splits(width, num_splits)):
+        others = [(rank + offset) % size for offset in range(1, size)]
+        sends = tuple(transfer for peer in others for transfer in block(split, columns, rank, peer))
+        receives = tuple(transfer for peer in others for transfer in block(split, columns, peer, rank))
+        steps.append(Step(split, sends, receives, -1))
+    return tuple(steps)
+
+
+def scatter_block(source: int, owner: int) -> int:
+    """Index of the block that ``source`` writes in ``owner``'s slot: rank order, the owner left out."""
+    return source if source < owner else source - 1
+
+
+def column_splits(width: int, num_splits: int) -> tuple[tuple[int, int], ...]:
+    """``num_splits`` (or ``width``, if that is less) nearly equal column ranges."""
+    count = min(num_splits, width)
+    return tuple((width * i // count, width * (i + 1) // count) for i in range(count))
+
+
+def _pieces(start: int, stop: int, max_piece_rows: int | None) -> tuple[tuple[int, int], ...]:
+    count = stop - start
+    if count == 0:
+        return ()
+    if max_piece_rows is None or count <= max_piece_rows:
+        return ((start, stop),)
+    number = min(-(-count // max_piece_rows), MAX_PIECES)
+    return tuple((start + count * i // number, start + count * (i + 1) // number) for i in range(number))

@@ -1,0 +1,157 @@
+"""What differs between the three transports, behind one interface that `Channel` drives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpoverlap.comm.descriptor import Descriptor
+from tpoverlap.comm.diagnosis import Diagnosis
+from tpoverlap.comm.exchange import Exchange, OneSidedExchange
+from tpoverlap.comm.fault import Fault
+from tpoverlap.comm.region import Region
+from tpoverlap.comm.schedule import Step
+from tpoverlap.comm.signals import Signals
+from tpoverlap.comm.streams import CallerStream, HostStream, Stream
+from tpoverlap.memory.base import Arena, Backend, CpuArena
+from tpoverlap.memory.layout import ArenaLayout
+from tpoverlap.tokens import TokenPartition
+
+if TYPE_CHECKING:
+    from tpoverlap.comm.channel import Channel
+
+
+class Transport(ABC):
+    """Streams, exchanges and the peers' state for one backend."""
+
+    diagnosis: Diagnosis
+
+    def __init__(self, device: torch.device, fault: Fault) -> None:
+        self.device = device
+        self.fault = fault
+        self._caller = CallerStream(fault)
+
+    def new_stream(self, label: str, *, high_priority: bool) -> Stream:
+        """A stream of this device."""
+        if self.device.type == "cuda":
+            from tpoverlap.comm.cuda_streams import CudaStream
+
+            return CudaStream.create(label, self.device, high_priority=high_priority)
+        return HostStream(label, self.fault)
+
+    def caller_stream(self) -> Stream:
+        """The stream that the caller's tensors are ordered on."""
+        if self.device.type == "cuda":
+            from tpoverlap.comm.cuda_streams import CudaStream
+
+            return CudaStream("caller", torch.cuda.current_stream(self.device))
+        return self._caller
+
+    @abstractmethod
+    def new_exchange(
+        self,
+        channel: Channel,
+        region: Region,
+        epoch: int,
+        descriptor: Descriptor,
+        steps: tuple[Step, ...],
+        partition: TokenPartition,
+        dtype: torch.dtype,
+        caller: Stream,
+    ) -> Exchange:
+        """An exchange that has not started."""
+
+    @abstractmethod
+    def meet(self, descriptor: Descriptor, caller: Stream) -> None:
+        """Publish ``descriptor`` and, in ``caller``'s order, wait for and compare every peer's."""
+
+    def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:  # noqa: B027  (not every transport cares)
+        """A further arena was allocated."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Fetch what peers published."""
+
+    @abstractmethod
+    def abort_word(self, peer: int) -> int:
+        """0, or why ``peer`` gave up."""
+
+    @abstractmethod
+    def announce_abort(self, word: int) -> None:
+        """Tell the peers that this rank gave up."""
+
+    @abstractmethod
+    def release(self, pending: list[Descriptor]) -> None:
+        """Let local waiters go."""
+
+    def close(self) -> None:  # noqa: B027  (not every transport has something to close)
+        """Local; after the streams were closed."""
+
+
+class OneSidedTransport(Transport):
+    """Peers' memory is mapped: copies and `Signals`."""
+
+    def __init__(self, device: torch.device, fault: Fault, signals: Signals) -> None:
+        super().__init__(device, fault)
+        self.signals = signals
+        self.diagnosis = signals.diagnosis
+        self._peers = [r for r in range(self.diagnosis.tp_size) if r != self.diagnosis.rank]
+
+    def new_exchange(
+        self,
+        channel: Channel,
+        region: Region,
+        epoch: int,
+        descriptor: Descriptor,
+        steps: tuple[Step, ...],
+        partition: TokenPartition,
+        dtype: torch.dtype,
+        caller: Stream,
+    ) -> Exchange:
+        exchange = OneSidedExchange(channel, region, epoch, descriptor, steps, partition, dtype, caller)
+        exchange.signals = self.signals
+        return exchange
+
+    def meet(self, descriptor: Descriptor, caller: Stream) -> None:
+        def publish_and_expect() -> None:
+            for peer in self._peers:
+                self.signals.publish(caller, peer, descriptor)
+            for peer in self._peers:
+                self.signals.expect(caller, peer, descriptor)
+
+        caller.run(publish_and_expect)
+
+    def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:
+        self.signals.add_arena(arena, layout)
+
+    def refresh(self) -> None:
+        self.signals.snapshot()
+
+    def abort_word(self, peer: int) -> int:
+        return self.signals.abort_word(peer)
+
+    def announce_abort(self, word: int) -> None:
+        self.signals.announce_abort(word)
+
+    def release(self, pending: list[Descriptor]) -> None:
+        self.signals.release(pending)
+
+
+def make_transport(backend: Backend, arena: Arena, layout: ArenaLayout, fault: Fault, timeout_s: float) -> Transport:
+    """The transport that fits ``backend``. Collective for the process-group backend."""
+    if not backend.one_sided:
+        from tpoverlap.comm.message_transport import MessageTransport
+
+        return MessageTransport(backend, fault, timeout_s)
+    if backend.device.type == "cuda":
+        from tpoverlap.comm.cuda_signals import CudaSignals
+        from tpoverlap.memory.cuda import CudaArena
+
+        assert isinstance(arena, CudaArena), f"the cuda backend allocated {arena!r}"
+        return OneSidedTransport(backend.device, fault, CudaSignals(arena, layout, backend.device, timeout_s))
+    from tpoverlap.comm.host_signals import HostSignals
+
+    assert isinstance(arena, CpuArena), f"the shared backend allocated {arena!r}"
+    return OneSidedTransport(backend.device, fault, HostSignals(arena, layout, fault, timeout_s))

@@ -1,0 +1,129 @@
+"""``resolve`` and ``check``: read, apply the rules, fill in the defaults."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from tpoverlap.config.defaults import fill_defaults, require_tp_size
+from tpoverlap.config.legality import findings, is_entry
+from tpoverlap.config.names import COLUMN_WGRADS, KNOWN_NAMES, RESERVED_SECTION, ROW_WGRADS, sibling
+from tpoverlap.config.notes import ConfigWarning, Note
+from tpoverlap.config.options import OptionValue, OverlapConfig, normalise
+from tpoverlap.config.reader import RawConfig, read_config
+from tpoverlap.config.resolved import ResolvedConfig
+from tpoverlap.config.rules import SUPPORTED, Case
+from tpoverlap.errors import ConfigError
+
+ConfigSource = Mapping[Any, Any] | str | os.PathLike[str] | ResolvedConfig | None
+"""What ``ub_cfgs`` may be."""
+
+_log = logging.getLogger("tpoverlap.config")
+
+
+def resolve(
+    ub_cfgs: ConfigSource, tp_size: int, *, supported: frozenset[str] = SUPPORTED, fp8: bool = False
+) -> ResolvedConfig:
+    """The options of every name, checked, with every default filled in.
+
+    Local: reads a file, asks no device and no other rank. Findings that are no errors are in ``.notes``; warnings are
+    also issued as ``ConfigWarning`` and notes logged at level INFO by the logger ``tpoverlap.config``.
+
+    Args:
+        ub_cfgs: None (all defaults), a mapping name -> mapping of options (or OverlapConfig), or a YAML file's path.
+        tp_size: R, the size of the TP group.
+        supported: features that this release can run; see ``SUPPORTED``.
+        fp8: whether FP8 buffers are asked for as well.
+
+    Raises:
+        ConfigError: unreadable, or a rule of level "error" fired; the message lists every such finding.
+    """
+    config, notes, origin = _evaluate(ub_cfgs, tp_size, supported, fp8)
+    errors = [str(note) for note in notes if note.level == "error"]
+    if config is None:
+        place = "" if origin == "ub_cfgs" else f"{origin}: "
+        if len(errors) == 1:
+            raise ConfigError(place + errors[0])
+        listed = "\n".join(f"  {number}. {error}" for number, error in enumerate(errors, 1))
+        raise ConfigError(f"{place}{len(errors)} errors in the overlap configuration:\n{listed}")
+    for note in notes:
+        if note.level == "warning":
+            warnings.warn(f"{origin}: {note}", ConfigWarning, stacklevel=2)
+        else:
+            _log.info("%s: %s", origin, note)
+    return config
+
+
+def check(
+    ub_cfgs: ConfigSource, tp_size: int, *, supported: frozenset[str] = SUPPORTED, fp8: bool = False
+) -> tuple[Note, ...]:
+    """Every finding about a configuration, errors included, without raising for any of them.
+
+    Raises:
+        ConfigError: tp_size is no positive whole number.
+    """
+    require_tp_size(tp_size)
+    try:
+        return _evaluate(ub_cfgs, tp_size, supported, fp8)[1]
+    except ConfigError as error:
+        return (Note("error", "unreadable", "", "", str(error), ""),)
+
+
+def _evaluate(
+    ub_cfgs: ConfigSource, tp_size: int, supported: frozenset[str], fp8: bool
+) -> tuple[ResolvedConfig | None, tuple[Note, ...], str]:
+    """The resolved config, or None where there is an error; all findings; the source's name."""
+    require_tp_size(tp_size)
+    raw = RawConfig(ub_cfgs.to_dict(), ub_cfgs.origin) if isinstance(ub_cfgs, ResolvedConfig) else read_config(ub_cfgs)
+    notes = list(raw.notes)
+    options: dict[str, dict[str, OptionValue]] = {}
+    for name, value in raw.entries.items():
+        given = value.to_dict() if isinstance(value, OverlapConfig) else value
+        case = Case(name, given, tp_size, supported=supported, fp8=fp8)
+        found = findings("top", case)
+        if is_entry(name, given):
+            found += findings("options", case)
+            if not any(note.level == "error" for note in found):
+                options[name] = {key: normalise(key, value) for key, value in given.items()}
+        notes += found
+    entries = {name: fill_defaults(name, given, tp_size) for name, given in options.items()}
+    for name, config in entries.items():
+        found = findings("config", Case(name, options[name], tp_size, config, entries, supported, fp8))
+        wrong = any(note.level == "error" for note in found)  # then remarks on the details would only distract
+        notes += [note for note in found if not (wrong and note.level == "note")]
+    notes += findings("file", Case("", {}, tp_size, None, entries, supported, fp8))
+    if any(note.level == "error" for note in notes):
+        return None, tuple(notes), raw.origin
+    extras = _plain(raw.entries.get(RESERVED_SECTION, {}), RESERVED_SECTION)
+    configs = _configs(entries, tp_size)
+    return ResolvedConfig(tp_size, configs, options, extras, tuple(notes), raw.origin), tuple(notes), raw.origin
+
+
+def _configs(entries: Mapping[str, OverlapConfig], tp_size: int) -> dict[str, OverlapConfig]:
+    """The twelve that communicate, as written or by default, then the user's own names."""
+    configs: dict[str, OverlapConfig] = {}
+    for name in KNOWN_NAMES:
+        config = entries[name] if name in entries else fill_defaults(name, {}, tp_size)
+        dgrad = configs.get(sibling(name, "dgrad"))
+        scattered_in_dgrad = name in COLUMN_WGRADS and dgrad is not None and dgrad.is_reduce_scatter
+        if name not in ROW_WGRADS and not scattered_in_dgrad:
+            configs[name] = config
+    return configs | {name: config for name, config in entries.items() if name not in KNOWN_NAMES}
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """``value`` as dicts, lists and scalars, so that it can be written, hashed and compared."""
+    if depth > 32:
+        raise ConfigError(f"{where} is nested more than 32 deep, or contains itself; flatten it")
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise ConfigError(f"{where} has keys that are no text: {list(value)!r}; quote them")
+        return {key: _plain(child, f"{where}.{key}", depth + 1) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(child, f"{where}[{index}]", depth + 1) for index, child in enumerate(value)]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise ConfigError(f"{where} must be plain data, got {type(value).__name__} {value!r}; quote it")

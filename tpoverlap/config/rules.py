@@ -1,0 +1,125 @@
+"""The machinery of the legality table: what a rule looks at, what it is, and the words its message may use."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from tpoverlap.config.defaults import transformer_engine_config
+from tpoverlap.config.honoured import is_honoured, why_ignored
+from tpoverlap.config.names import KNOWN_NAMES, nearest, nearest_name, sibling
+from tpoverlap.config.notes import Level, Note
+from tpoverlap.config.options import METHODS, OPTION_KEYS, OPTION_KINDS, OverlapConfig
+
+SUPPORTED: Final = frozenset({"ring_exchange", "pipeline", "bulk", "sequential", "auto"})
+"""What this release can run. A later one adds "fused", "atomic_gemm", "sm_copy" (``use_ce: false``) and "fp8"."""
+
+Stage = Literal["top", "options", "config", "file"]
+"""top: any top-level key · options: one entry's raw keys · config: its filled-in config · file: all entries."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one rule looks at: a top-level key and what stands under it, or (name "") the whole configuration.
+
+    ``given`` is as written; ``config`` has the defaults filled in (stage "config" only); ``entries`` are the configs
+    of all written names.
+    """
+
+    name: Any
+    given: Any
+    tp_size: int
+    config: OverlapConfig | None = None
+    entries: Mapping[str, OverlapConfig] = field(default_factory=dict)
+    supported: frozenset[str] = SUPPORTED
+    fp8: bool = False
+
+    @property
+    def resolved(self) -> OverlapConfig:
+        """The filled-in config; only rules of stage "config" may ask for it."""
+        assert self.config is not None, f"a rule looked at the config of {self.name!r} before it was filled in"
+        return self.config
+
+    @property
+    def method(self) -> str:
+        """The configured method; only for rules of stage "config"."""
+        return self.resolved.method
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table. ``keys`` yields the offending keys of a case, "" for the entry as a whole."""
+
+    id: str
+    stage: Stage
+    level: Level
+    keys: Callable[[Case], Iterable[Any]]
+    message: str
+    remedy: str
+    source: str
+
+    def findings(self, case: Case) -> list[Note]:
+        """What this rule says about ``case``; empty where it is content."""
+        notes = []
+        for key in self.keys(case):
+            words = _words(case, key)
+            texts = self.message.format_map(words), self.remedy.format_map(words).strip()
+            notes.append(Note(self.level, self.id, str(case.name), str(key), *texts))
+        return notes
+
+
+def whole(predicate: Callable[[Case], bool], key: str = "") -> Callable[[Case], Iterable[str]]:
+    """For a rule that has one finding or none, about ``key`` or about the entry as a whole."""
+    return lambda case: (key,) if predicate(case) else ()
+
+
+def te_differences(case: Case) -> list[str]:
+    """Keys left to their defaults which Transformer Engine would fill differently, as text."""
+    if case.name not in KNOWN_NAMES or case.given.get("method") not in ("ring_exchange", "pipeline", "bulk"):
+        return []
+    ours, theirs = case.resolved, transformer_engine_config(case.name, case.given, case.tp_size)
+    keys = (key for key in OPTION_KEYS if key not in case.given and getattr(ours, key) != getattr(theirs, key))
+    return [f"{key} {getattr(theirs, key)} (here {getattr(ours, key)})" for key in keys]
+
+
+def _words(case: Case, key: Any) -> dict[str, Any]:
+    """Everything that a template may name."""
+    given = case.given if isinstance(case.given, Mapping) else {}
+    value = given.get(key)
+    words = {
+        "name": case.name[:80] if isinstance(case.name, str) else case.name,
+        "key": key[:80] if isinstance(key, str) else reprlib.repr(key),
+        "value": reprlib.repr(value),
+        "given": reprlib.repr(case.given),
+        "tp_size": case.tp_size,
+        "kind": OPTION_KINDS[key].value if key in OPTION_KINDS else "",
+        "did_you_mean_key": _did_you_mean(nearest(str(key), OPTION_KEYS)),
+        "did_you_mean_method": _did_you_mean(nearest(str(value), METHODS)),
+        "did_you_mean_name": _did_you_mean(nearest_name(case.name) if isinstance(case.name, str) else None),
+        "legal_keys": ", ".join(OPTION_KEYS),
+        "legal_methods": ", ".join(METHODS),
+        "supported_methods": ", ".join(method for method in METHODS if method in case.supported),
+        "bulk_names": ", ".join(name for name, known in KNOWN_NAMES.items() if known.bulk_legal),
+    }
+    if case.config is None:
+        return words
+    words |= {"method": case.config.method, "direction": case.config.direction}
+    if case.name in KNOWN_NAMES:
+        dgrad = sibling(case.name, "dgrad")
+        words |= {
+            "dgrad": dgrad,
+            "wgrad": sibling(case.name, "wgrad"),
+            "dgrad_method": case.entries[dgrad].method if dgrad in case.entries else "",
+            "te_method": KNOWN_NAMES[case.name].te_method,
+            "te_differences": ", ".join(te_differences(case)),
+        }
+    if key in OPTION_KINDS:
+        words["used"] = reprlib.repr(getattr(case.config, key))
+        words["because"] = "" if is_honoured(case.config, key, case.fp8) else why_ignored(case.config, key)
+    return words
+
+
+def _did_you_mean(candidate: str | None) -> str:
+    return f"did you mean {candidate!r}? " if candidate else ""

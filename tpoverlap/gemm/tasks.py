@@ -1,0 +1,108 @@
+"""GEMMs cut up by whoever schedules them: the task knows the operands, the method decides which part is next.
+
+On the GPU these are cuBLAS calls on the current stream, on the CPU oneDNN or MKL; in both cases through torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RowGemm:
+    """Rows in, the same rows of every output out: what an all-gather feeds chunk by chunk.
+
+    ``outs[i][start:start+t] = x @ matrices[i] (+ biases[i])`` for a chunk x of t rows.
+
+    Attributes:
+        matrices: [K, N_i] each; views such as ``weight.t()`` are fine.
+        biases: [N_i] or None each.
+        outs: [T, N_i] each, contiguous.
+    """
+
+    matrices: Sequence[torch.Tensor]
+    biases: Sequence[torch.Tensor | None]
+    outs: Sequence[torch.Tensor]
+
+    def rows(self, x: torch.Tensor, start: int) -> None:
+        """Compute the outputs of the chunk ``x`` [t, K], whose first row is row ``start`` of the activation."""
+        if x.shape[0] == 0:
+            return
+        for matrix, bias, out in zip(self.matrices, self.biases, self.outs, strict=True):
+            target = out[start : start + x.shape[0]]
+            if bias is None:
+                torch.mm(x, matrix, out=target)
+            else:
+                torch.addmm(bias, x, matrix, out=target)
+
+
+@dataclass(frozen=True)
+class PartialGemm:
+    """This rank's partial sum of a [T, N] output, any rows or columns of it: what a reduce-scatter drains.
+
+    ``partial = sum_i lefts[i] @ matrices[i] (+ addend)``. Several terms are the input gradients of several weights
+    that shared one gather.
+
+    Attributes:
+        lefts: [T, K_i] each.
+        matrices: [K_i, N] each; views are fine.
+        addend: [T, N] or None, part of this rank's partial sum.
+        bias: [N] or None; the rank that owns a row adds it, once.
+    """
+
+    lefts: Sequence[torch.Tensor]
+    matrices: Sequence[torch.Tensor]
+    addend: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return self.matrices[0].shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.lefts[0].shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the operands and of the result."""
+        return self.lefts[0].dtype
+
+    def empty(self, num_rows: int, width: int) -> torch.Tensor:
+        """Room for a part of the result."""
+        return self.lefts[0].new_empty(num_rows, width)
+
+    def rows(self, start: int, stop: int, out: torch.Tensor, *, owned: bool = False) -> None:
+        """Rows [start, stop) into ``out`` [stop - start, N]; ``owned`` adds the bias."""
+        self._compute(slice(start, stop), slice(0, self.width), out, owned)
+
+    def columns(self, start: int, stop: int, out: torch.Tensor, owned_rows: slice) -> None:
+        """Columns [start, stop) of all rows into ``out`` [T, stop - start]; the bias goes to ``owned_rows``."""
+        self._compute(slice(0, self.num_rows), slice(start, stop), out, False)
+        if self.bias is not None:
+            out[owned_rows].add_(self.bias[start:stop])
+
+    def _compute(self, rows: slice, columns: slice, out: torch.Tensor, owned: bool) -> None:
+        if out.shape[0] == 0:
+            return
+        bias = self.bias[columns] if owned and self.bias is not None else None
+        terms = list(zip(self.lefts, self.matrices, strict=True))
+        left, matrix = terms[0]
+        if bias is None:
+            torch.mm(left[rows], matrix[:, columns], out=out)
+        else:
+            torch.addmm(bias, left[rows], matrix[:, columns], out=out)
+        for left, matrix in terms[1:]:
+            out.addmm_(left[rows], matrix[:, columns])
+        if self.addend is not None:
+            out.add_(self.addend[rows, columns])
+
+
+def weight_grad(output_grad: torch.Tensor, gathered_input: torch.Tensor) -> torch.Tensor:
+    """dW [N, K] = dy [T, N]^T @ x [T, K]."""
+    return torch.mm(output_grad.t(), gathered_input)

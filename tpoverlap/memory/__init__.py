@@ -1,0 +1,7 @@
+"""WHO OWNS BYTES: one arena a manager, its named regions, and the three backends that can provide it."""
+
+from tpoverlap.memory.base import Arena, Backend, CpuArena
+from tpoverlap.memory.layout import ArenaLayout, RegionSpec
+from tpoverlap.memory.select import BackendChoice, select_backend
+
+__all__ = ["Arena", "ArenaLayout", "Backend", "BackendChoice", "CpuArena", "RegionSpec", "select_backend"]

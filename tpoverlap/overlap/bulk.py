@@ -1,0 +1,70 @@
+"""bulk: a whole collective beside a GEMM that does not depend on it.
+
+By copy engine: rows are pushed while the GEMM has every multiprocessor to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tpoverlap.comm import Exchange
+from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.scatter import reduce_blocks
+
+Work = Callable[[], object]
+ReadGathered = Callable[[torch.Tensor], None]
+
+
+class PendingGather:
+    """An all-gather under way; other operations may run between `start` and `read`.
+
+    Use as a context manager; leaving it finishes the operation.
+    """
+
+    def __init__(self, context: OperationContext, x_shard_t: torch.Tensor) -> None:
+        self._context = context
+        self._x_shard_t = x_shard_t
+
+    def __enter__(self) -> PendingGather:
+        context, own = self._context, self._context.own_rows
+        self._exchange: Exchange = context.open_gather().__enter__()
+        for step in self._exchange.steps:
+            self._exchange.send(step, self._x_shard_t, own.start)
+        self._exchange.copy_own(self._x_shard_t, own.start * context.width)
+        return self
+
+    def run_beside(self, work: Work) -> None:
+        """An independent GEMM, on the caller's stream."""
+        self._exchange.run(self._exchange.caller, work, "gemm", 0)
+
+    def read(self, read_gathered: ReadGathered) -> None:
+        """Call ``read_gathered`` with the gathered [T, H]: a view of the slot, not valid after leaving."""
+        exchange, context = self._exchange, self._context
+        for step in exchange.steps:
+            exchange.wait(step, exchange.caller)
+        exchange.wait_own(exchange.caller)
+        whole = exchange.view(0, (context.partition.total, context.width))
+        exchange.run(exchange.caller, lambda: read_gathered(whole), "read")
+
+    def __exit__(self, *exception: object) -> None:
+        self._exchange.__exit__(*exception)  # type: ignore[arg-type]  # the three of the context-manager protocol
+
+
+def all_gather(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered) -> None:
+    """Gather ``x_shard_t`` beside ``work``. See `tpoverlap.overlap.registry.gather_beside`."""
+    with PendingGather(context, x_shard_t) as gather:
+        gather.run_beside(work)
+        gather.read(read_gathered)
+
+
+def reduce_scatter(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> None:
+    """Reduce-scatter ``partial`` [T, H] beside ``work``. See `tpoverlap.overlap.registry.scatter_beside`."""
+    with context.open_scatter() as exchange:
+        for step in exchange.steps:
+            exchange.send(step, partial, 0)
+        exchange.run(exchange.caller, work, "gemm", 0)
+        for step in exchange.steps:
+            exchange.wait(step, exchange.caller)
+        reduce_blocks(exchange, partial[context.own_rows], out)

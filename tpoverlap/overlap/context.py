@@ -1,0 +1,76 @@
+"""What a method needs to know about the operation it runs. Built by the manager, one an operation."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpoverlap.comm import Channel, Exchange, Step, all_gather_schedule, pipeline_schedule, reduce_scatter_schedule
+from tpoverlap.config import OverlapConfig
+from tpoverlap.tokens import TokenPartition
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class OperationContext:
+    """One operation: where it communicates, by which method, over which partition.
+
+    Attributes:
+        channel: None when R = 1, where nothing is communicated.
+        method: the one chosen by dispatch.
+        name: GEMM name, for labels, traces and errors.
+        region: "ag", "rs" or the name's own region.
+        width: H, columns of the communicated activation.
+    """
+
+    channel: Channel | None
+    group: ProcessGroup
+    rank: int
+    method: str
+    config: OverlapConfig
+    name: str
+    region: str
+    partition: TokenPartition
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def own_rows(self) -> slice:
+        """This rank's rows."""
+        return self.partition.rows(self.rank)
+
+    def label(self, direction: str) -> str:
+        """What all ranks must agree on: name, direction, method and the options that change the slot's layout."""
+        detail = ""
+        if self.method == "pipeline":
+            detail = f"/{self.config.num_splits}"
+        elif self.method == "ring_exchange" and self.config.aggregate:
+            detail = "/aggregate"
+        return f"{self.name} {direction} {self.method}{detail}"
+
+    def open_gather(self) -> Exchange:
+        """Start an all-gather on this operation's region."""
+        return self._open("all-gather", all_gather_schedule(self.partition, self.width, self.rank))
+
+    def open_scatter(self) -> Exchange:
+        """Start a reduce-scatter on this operation's region."""
+        if self.method == "pipeline":
+            steps = pipeline_schedule(self.partition, self.width, self.rank, self.config.num_splits)
+        else:
+            steps = reduce_scatter_schedule(self.partition, self.width, self.rank)
+        return self._open("reduce-scatter", steps)
+
+    def _open(self, direction: str, steps: tuple[Step, ...]) -> Exchange:
+        assert self.channel is not None, "nothing to exchange when R = 1"
+        return self.channel.open(self.region, self.label(direction), steps, self.partition, self.dtype)
+
+    def nvtx_range(self, direction: str) -> AbstractContextManager[object]:
+        """A profiler range on CUDA, nothing on the CPU."""
+        if self.channel is None or self.channel.device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.nvtx.range(f"{self.label(direction)} T={self.partition.total}")

@@ -1,0 +1,50 @@
+"""pipeline: the GEMM cut along its output features in ``num_splits`` pieces, each scattered while the next computes.
+
+The cut is along N, so it does not depend on T. Pieces go round ``num_max_streams`` compute streams.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tpoverlap.comm import Exchange, sum_in_rank_order
+from tpoverlap.comm.schedule import column_splits
+from tpoverlap.gemm import PartialGemm
+from tpoverlap.overlap.context import OperationContext
+
+
+def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
+    """Column piece by column piece. See `tpoverlap.overlap.registry.gemm_then_scatter`."""
+    own = context.own_rows
+    columns = column_splits(context.width, context.config.num_splits)
+    with context.open_scatter() as exchange:
+        streams = exchange.compute_streams[: context.config.num_max_streams] or [exchange.caller]
+        begin = exchange.caller.record()
+        partials = [gemm.empty(context.partition.total, stop - start) for start, stop in columns]
+        for step, (start, stop), partial in zip(exchange.steps, columns, partials, strict=True):
+            stream = streams[step.index % len(streams)]
+            if stream is not exchange.caller:
+                stream.wait(begin)
+            exchange.run(
+                stream,
+                lambda a=start, b=stop, p=partial: gemm.columns(a, b, p, own),
+                "gemm",
+                step.index,
+            )
+            exchange.send(step, partial, 0, stream.record())
+        for stream in streams:
+            if stream is not exchange.caller:
+                exchange.caller.wait(stream.record())
+        for step, (start, stop), partial in zip(exchange.steps, columns, partials, strict=True):
+            exchange.wait(step, exchange.caller)
+            _reduce_columns(exchange, start, stop, partial[own], out)
+
+
+def _reduce_columns(exchange: Exchange, start: int, stop: int, own_partial: torch.Tensor, out: torch.Tensor) -> None:
+    count, peers = out.shape[0], exchange.tp_size - 1
+    if count == 0:
+        return
+    received = exchange.view(count * peers * start, (peers, count, stop - start)).unbind(0)
+    blocks = [*received[: exchange.rank], own_partial, *received[exchange.rank :]]
+    target = out[:, start:stop]
+    exchange.run(exchange.caller, lambda: sum_in_rank_order(blocks, target), "reduce")

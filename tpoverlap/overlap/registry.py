@@ -1,0 +1,91 @@
+"""Methods by name: the one place that maps a dispatched method to its code. A new method is one file and one row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+
+import torch
+
+from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.overlap import bulk, pipeline, ring_exchange, sequential
+from tpoverlap.overlap.context import OperationContext
+
+Work = Callable[[], object]
+ReadGathered = Callable[[torch.Tensor], None]
+
+GATHER_METHODS = MappingProxyType({"ring_exchange": ring_exchange.all_gather, "sequential": sequential.all_gather})
+SCATTER_METHODS = MappingProxyType(
+    {
+        "ring_exchange": ring_exchange.reduce_scatter,
+        "pipeline": pipeline.reduce_scatter,
+        "sequential": sequential.reduce_scatter,
+    }
+)
+BESIDE_METHODS = ("bulk", "sequential")
+
+
+def gather_then_gemm(
+    context: OperationContext, x_shard_t: torch.Tensor, gemm: RowGemm, read_gathered: ReadGathered | None = None
+) -> None:
+    """All-gather + GEMM.
+
+    Args:
+        x_shard_t: [T_r, H], contiguous.
+        gemm: computes rows of the outputs from rows of the gathered activation.
+        read_gathered: also called with the gathered [T, H]; what it gets may be a view that is overwritten later.
+    """
+    with context.nvtx_range("all-gather"):
+        GATHER_METHODS[context.method](context, x_shard_t, gemm, read_gathered)
+
+
+def gemm_then_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
+    """GEMM + reduce-scatter into ``out`` [T_r, N]."""
+    with context.nvtx_range("reduce-scatter"):
+        SCATTER_METHODS[context.method](context, gemm, out)
+
+
+def gather_beside(
+    context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered
+) -> None:
+    """All-gather of [T_r, H] beside ``work``, a GEMM that does not depend on it."""
+    with open_gather(context, x_shard_t) as gather:
+        gather.run_beside(work)
+        gather.read(read_gathered)
+
+
+def scatter_beside(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> None:
+    """Reduce-scatter of ``partial`` [T, H] into ``out`` [T_r, H] beside ``work``."""
+    with context.nvtx_range("reduce-scatter"):
+        if context.method == "bulk":
+            bulk.reduce_scatter(context, partial, work, out)
+        else:
+            work()
+            sequential.scatter(context, partial, out)
+
+
+class _DoneGather:
+    """A gather that had finished before anything ran beside it."""
+
+    def __init__(self, gathered: torch.Tensor) -> None:
+        self._gathered = gathered
+
+    def run_beside(self, work: Work) -> None:
+        work()
+
+    def read(self, read_gathered: ReadGathered) -> None:
+        read_gathered(self._gathered)
+
+
+@contextmanager
+def open_gather(
+    context: OperationContext, x_shard_t: torch.Tensor
+) -> Iterator[bulk.PendingGather | _DoneGather]:
+    """An all-gather under way: run other operations inside the block, then ``read`` the gathered [T, H]."""
+    with context.nvtx_range("all-gather"):
+        if context.method == "bulk":
+            with bulk.PendingGather(context, x_shard_t) as pending:
+                yield pending
+        else:
+            yield _DoneGather(sequential.gather(context, x_shard_t))

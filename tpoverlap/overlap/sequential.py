@@ -1,0 +1,74 @@
+"""sequential: the collective, then the GEMM (or the other way round). The twin that every method is tested against.
+
+It needs no registered buffer, so it also runs a T above the capacity. The ranks still compare descriptors first:
+otherwise ranks that disagree on T would hang, or worse, inside the collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tpoverlap.comm import all_gather_rows, reduce_scatter_rows
+from tpoverlap.errors import PeerTimeoutError, TpOverlapError
+from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.overlap.context import OperationContext
+
+Work = Callable[[], object]
+ReadGathered = Callable[[torch.Tensor], None]
+
+
+@contextmanager
+def _announced(context: OperationContext, direction: str) -> Iterator[None]:
+    channel = context.channel
+    if channel is None:
+        yield
+        return
+    descriptor = channel.announce(context.label(direction), context.partition, context.dtype)
+    try:
+        yield
+    except TpOverlapError as error:
+        channel.fail(error, descriptor)
+        raise
+    except RuntimeError as error:
+        # torch.distributed says "connection closed" and the like when a peer dies inside a collective.
+        lost = PeerTimeoutError(f"rank {context.rank}: {context.label(direction)} failed, probably a lost peer: {error}")
+        channel.fail(lost, descriptor)
+        raise lost from error
+    except BaseException as error:
+        channel.fail(error, descriptor)
+        raise
+    channel.completed(descriptor, channel.caller_stream())
+
+
+def gather(context: OperationContext, x_shard_t: torch.Tensor) -> torch.Tensor:
+    """[T_r, H] -> [T, H]: an ordinary tensor."""
+    with _announced(context, "all-gather"):
+        return all_gather_rows(x_shard_t, context.partition, context.group)
+
+
+def scatter(context: OperationContext, partial: torch.Tensor, out: torch.Tensor) -> None:
+    """[T, N] partial sums -> ``out`` [T_r, N]."""
+    with _announced(context, "reduce-scatter"):
+        reduce_scatter_rows(partial, context.partition, context.group, out)
+
+
+def all_gather(
+    context: OperationContext, x_shard_t: torch.Tensor, gemm: RowGemm, read_gathered: ReadGathered | None
+) -> None:
+    """See `tpoverlap.overlap.registry.gather_then_gemm`."""
+    gathered = gather(context, x_shard_t)
+    gemm.rows(gathered, 0)
+    if read_gathered is not None:
+        read_gathered(gathered)
+
+
+def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
+    """See `tpoverlap.overlap.registry.gemm_then_scatter`."""
+    partial = gemm.empty(context.partition.total, context.width)
+    gemm.rows(0, context.partition.total, partial)
+    if gemm.bias is not None:
+        partial[context.own_rows].add_(gemm.bias)
+    scatter(context, partial, out)

@@ -1,0 +1,126 @@
+"""What the ranks are told and what they answer: plain picklable data, complete before any rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tpoverlap.tools.train.batching import StepPlan
+from tpoverlap.tools.train.weights import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """One run. Everything in it was validated by `options.make_job`.
+
+    Attributes:
+        compare_steps: steps of ``--compare``, 0 for none; the first ones of ``steps``.
+        want_gradients: gather every gradient of the first step, for ``--check-reference``.
+        timeout_s: a rank that is silent for so long has hung.
+        num_gpus: GPUs of this host; 0 on CPU. More ranks than GPUs share them.
+        ranks_per_host: ranks on this host (fewer than ``tp_size`` only under a ``torchrun`` over several hosts).
+    """
+
+    model: ModelConfig
+    steps: tuple[StepPlan, ...]
+    tp_size: int
+    device_type: Literal["cpu", "cuda"]
+    num_gpus: int
+    ranks_per_host: int
+    dtype_name: DType
+    capacity_tokens: int
+    method: str
+    learning_rate: float
+    seed: int
+    compare_steps: int
+    want_gradients: bool
+    timeout_s: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype_name == "float32" else torch.bfloat16
+
+    @property
+    def shares_gpus(self) -> bool:
+        """More ranks than GPUs: NCCL refuses two ranks on one GPU, so the group is Gloo's."""
+        return self.device_type == "cuda" and self.ranks_per_host > self.num_gpus
+
+    @property
+    def group_backend(self) -> str:
+        """``torch.distributed`` backend of the TP group."""
+        return "gloo" if self.device_type == "cpu" or self.shares_gpus else "cpu:gloo,cuda:nccl"
+
+    def device(self, rank: int) -> torch.device:
+        """Device of ``rank`` on this host."""
+        return (
+            torch.device("cpu")
+            if self.device_type == "cpu"
+            else torch.device("cuda", rank % self.ranks_per_host % self.num_gpus)
+        )
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step as the whole group saw it.
+
+    ``time_ms``: forward, backward, gradient synchronisation, ``check`` and the optimizer, on the slowest rank.
+    ``communicated_rows``: active rows of the buffers in that step; without padding it is ``active_tokens``.
+    """
+
+    step: int
+    active_tokens: int
+    num_sequences: int
+    rows_per_rank: tuple[int, ...]
+    loss: float
+    time_ms: float
+    communicated_rows: int
+
+
+@dataclass(frozen=True)
+class CompareRecord:
+    """Timed steps of one variant of ``--compare`` (`compare.VARIANTS`), on the same batches as the others."""
+
+    variant: str
+    active_tokens: tuple[int, ...]
+    communicated_rows: tuple[int, ...]
+    losses: tuple[float, ...]
+    times_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """What rank 0 hands back.
+
+    Attributes:
+        first_gradients: every gradient of the first step, whole (float32, CPU); empty unless asked for.
+        methods: GEMM name -> method that ran.
+        memory_backend: what the manager's bytes live in, in its words.
+        allocations_after_setup: symmetric allocations made between the manager's set-up and the last step, all ranks.
+    """
+
+    steps: tuple[StepRecord, ...]
+    methods: dict[str, str]
+    memory_backend: str
+    allocations_after_setup: int
+    first_gradients: dict[str, Tensor] = field(default_factory=dict)
+    comparison: tuple[CompareRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """``done`` of ``total`` steps of ``phase`` are finished."""
+
+    phase: str
+    done: int
+    total: int
+
+
+ProgressListener = Callable[[Progress], None]

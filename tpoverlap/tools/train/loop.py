@@ -1,0 +1,62 @@
+"""The whole run of one rank, inside an initialised process group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tpoverlap.tools.train.compare import compare_variants
+from tpoverlap.tools.train.job import Progress, ProgressListener, StepRecord, TrainJob, TrainOutcome
+from tpoverlap.tools.train.methods import USED_NAMES
+from tpoverlap.tools.train.packing import pack
+from tpoverlap.tools.train.trainer import RankContext, RankTrainer
+from tpoverlap.tools.train.weights import full_weights
+
+
+def train_rank(
+    job: TrainJob, group: dist.ProcessGroup, rank: int, device: torch.device, on_progress: ProgressListener
+) -> TrainOutcome:
+    """Train, and compare if asked to. Every rank returns the same but ``first_gradients``, which rank 0 alone has."""
+    context = RankContext(job, rank, device, group)
+    full = full_weights(job.model, job.seed)
+    trainer = RankTrainer(context, full, job.method)
+    allocations_before = _allocations(trainer, group)
+    records: list[StepRecord] = []
+    gradients: dict[str, torch.Tensor] = {}
+    for index, step in enumerate(job.steps):
+        trainer.zero_grad()
+        result = trainer.step(pack(step.documents).to(device), step.partition)
+        records.append(
+            StepRecord(
+                step=index + 1,
+                active_tokens=step.num_tokens,
+                num_sequences=len(step.documents),
+                rows_per_rank=step.partition.counts,
+                loss=result.loss,
+                time_ms=result.time_ms,
+                communicated_rows=result.communicated_rows,
+            )
+        )
+        if index == 0 and job.want_gradients:
+            gradients = trainer.whole_gradients()
+        on_progress(Progress("train", index + 1, len(job.steps)))
+    allocations = _allocations(trainer, group) - allocations_before
+    methods = _methods(trainer)
+    backend = str(trainer.manager.backend)
+    trainer.close()
+    comparison = compare_variants(context, full, on_progress) if job.compare_steps else ()
+    return TrainOutcome(tuple(records), methods, backend, allocations, gradients, comparison)
+
+
+def _allocations(trainer: RankTrainer, group: dist.ProcessGroup) -> int:
+    """Symmetric allocations made so far, summed over the ranks."""
+    count = torch.tensor(
+        [trainer.manager.memory_report()["allocations"]], dtype=torch.int64, device=trainer.context.device
+    )
+    dist.all_reduce(count, group=group)
+    return int(count.item())
+
+
+def _methods(trainer: RankTrainer) -> dict[str, str]:
+    stats = trainer.manager.stats()
+    return {name: str(stats[name]["methods"]) for name in USED_NAMES if name in stats}

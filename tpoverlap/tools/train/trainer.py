@@ -1,0 +1,114 @@
+"""One rank's model, manager and optimizer, and one training step through them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tpoverlap as tpo
+from tpoverlap.tokens import TokenPartition
+from tpoverlap.tools.train.decoder import TensorParallelDecoder
+from tpoverlap.tools.train.job import TrainJob
+from tpoverlap.tools.train.methods import choose
+from tpoverlap.tools.train.packing import PackedBatch
+from tpoverlap.tools.train.reference import gradients_on_cpu, make_optimizer, token_loss_sum
+from tpoverlap.tools.train.weights import unshard
+
+if TYPE_CHECKING:
+    from tpoverlap.manager import UserBufferManager
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Where a rank stands: its number, its device and the TP group."""
+
+    job: TrainJob
+    rank: int
+    device: torch.device
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss over all targets (nats), slowest rank's time, active rows of the buffers."""
+
+    loss: float
+    time_ms: float
+    communicated_rows: int
+
+
+class RankTrainer:
+    """A fresh model on the ``full`` weights, with its own `UserBufferManager`. ``close`` is collective."""
+
+    def __init__(self, context: RankContext, full: Mapping[str, Tensor], method: str) -> None:
+        job = context.job
+        self.context = context
+        self.manager: UserBufferManager = tpo.UserBufferManager(
+            context.group,
+            capacity_shape=(job.capacity_tokens, job.model.hidden),
+            dtype=job.dtype,
+            device=context.device,
+            ub_cfgs=choose(method).ub_cfgs,
+            max_rows_per_rank=job.capacity_tokens,  # an aligned step may give every row to one rank
+        )
+        self.model = TensorParallelDecoder(
+            job.model,
+            full,
+            self.manager,
+            rank=context.rank,
+            tp_size=job.tp_size,
+            device=context.device,
+            dtype=job.dtype,
+        )
+        self.optimizer = make_optimizer(list(self.model.parameters()), job.learning_rate)
+
+    def step(self, batch: PackedBatch, partition: TokenPartition) -> StepResult:
+        """Train on ``batch`` (on the device) whose rows ``partition`` deals out. Collective."""
+        context = self.context
+        dist.barrier(context.group)  # so that the time below starts together
+        started = time.perf_counter()
+        with self.manager.microbatch(partition):
+            logits = self.model(batch, partition.rows(context.rank))
+            loss_sum = token_loss_sum(logits, batch.targets[partition.rows(context.rank)])
+            # A rank's loss covers its rows; dividing by everyone's targets makes the ranks' gradients add up.
+            (loss_sum / batch.num_targets).backward()  # type: ignore[no-untyped-call]
+            communicated_rows = int(self.manager.active_shape[0])
+        tpo.sync_replicated_grads(self.model, context.group)
+        self.manager.check()  # an error of this step must not reach the weights
+        self.optimizer.step()
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+        time_ms = (time.perf_counter() - started) * 1e3
+        return StepResult(*self._over_ranks(loss_sum, batch.num_targets, time_ms), communicated_rows)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients; kept apart from ``step`` so that they can be read after it."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Every gradient put together over the ranks, on rank 0; {} elsewhere. Collective."""
+        context = self.context
+        mine = gradients_on_cpu(self.model.named_weights())
+        everyone: list[dict[str, Tensor]] | None = [{}] * context.job.tp_size if context.rank == 0 else None
+        dist.gather_object(mine, everyone, dst=0, group=context.group)
+        if everyone is None:
+            return {}
+        return {name: unshard(name, [shards[name] for shards in everyone]) for name in mine}
+
+    def close(self) -> None:
+        """Release the manager."""
+        self.manager.close()
+
+    def _over_ranks(self, loss_sum: Tensor, num_targets: int, time_ms: float) -> tuple[float, float]:
+        device = self.context.device
+        total = loss_sum.detach().double().reshape(1).to(device)
+        slowest = torch.tensor([time_ms], dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=self.context.group)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.context.group)
+        return total.item() / num_targets, slowest.item()

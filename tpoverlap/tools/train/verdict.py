@@ -1,0 +1,77 @@
+"""``--check-reference``: how far the TP run is from the plain one, and whether that is close enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from torch import Tensor
+
+from tpoverlap.tools.train.job import DType
+
+# float32: what the issue demands; reordered float32 sums alone give some 5e-6 after 20 AdamW steps.
+# bfloat16: weights and activations are rounded to 8 bits, so equal maths drifts apart, by some 2**-8 of the loss.
+LOSS_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2}
+# Of the largest entry of a gradient. float32: sums of up to C products in another order. bfloat16: a few roundings.
+GRADIENT_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of the comparison; ``problems`` is empty when everything holds.
+
+    Attributes:
+        max_abs_loss_difference: over all steps.
+        gradient_differences: weight name -> largest absolute difference over the reference's largest absolute entry.
+    """
+
+    max_abs_loss_difference: float
+    gradient_differences: dict[str, float]
+    loss_fell: bool | None
+    problems: tuple[str, ...]
+
+
+def judge(
+    losses: Sequence[float],
+    reference_losses: Sequence[float],
+    gradients: Mapping[str, Tensor],
+    reference_gradients: Mapping[str, Tensor],
+    dtype_name: DType,
+) -> Verdict:
+    """Compare every step's loss, every gradient of the first step, and the direction of the loss."""
+    problems: list[str] = []
+    loss_differences = [abs(a - b) for a, b in zip(losses, reference_losses, strict=True)]
+    tolerance = LOSS_TOLERANCE[dtype_name]
+    worst = max(range(len(losses)), key=lambda i: (loss_differences[i] != loss_differences[i], loss_differences[i]))
+    if not loss_differences[worst] <= tolerance:  # written so that NaN fails
+        problems.append(
+            f"the loss of step {worst + 1} is {losses[worst]:.6f}, the reference's {reference_losses[worst]:.6f}: "
+            f"they differ by {loss_differences[worst]:.2e}, allowed is {tolerance:.0e}"
+        )
+    differences = {name: _relative_difference(gradients.get(name), ref) for name, ref in reference_gradients.items()}
+    for name, difference in differences.items():
+        if not difference <= GRADIENT_TOLERANCE[dtype_name]:
+            problems.append(
+                f"the first gradient of {name} differs by {difference:.2e} of its largest entry, "
+                f"allowed is {GRADIENT_TOLERANCE[dtype_name]:.0e}"
+            )
+    fell = loss_falls(losses)
+    if fell is False:
+        problems.append(f"the loss did not fall: {losses[0]:.4f} at step 1, {fmean(losses[-3:]):.4f} at the end")
+    return Verdict(loss_differences[worst], differences, fell, tuple(problems))
+
+
+def loss_falls(losses: Sequence[float]) -> bool | None:
+    """Mean of the last (at most three) losses below the first; None when one step alone says nothing."""
+    if len(losses) < 2:
+        return None
+    return fmean(losses[max(1, len(losses) - 3) :]) < losses[0]
+
+
+def _relative_difference(actual: Tensor | None, expected: Tensor) -> float:
+    if actual is None or actual.shape != expected.shape:
+        return float("inf")
+    scale = expected.abs().max().item()
+    difference = (actual - expected).abs().max().item()
+    return difference / scale if scale > 0 else difference
