@@ -47,6 +47,8 @@ class Model:
         self.taint = [at("taint", rank) for rank in range(size)]
         self.abort = [[at("abort", rank, source) for source in range(size)] for rank in range(size)]
         self.initial = bytes(self.words.initial)
+        self._memory = [self.words.memory_of(rank) for rank in range(size)]
+        self._dead = [bytes([POISON]) * (stop - start) for start, stop in self._memory]
         self._threads_of = [[t for t in self.code.threads if t.rank == rank] for rank in range(size)]
 
     # -- streams -------------------------------------------------------------------------------------------------
@@ -76,13 +78,24 @@ class Model:
             for index, thread in enumerate(self.code.threads):
                 if thread.rank == self.config.dies:
                     continue
-                while (step := self._ready(state, index)) is not None and step.eager:
+                while (step := self._ready(state, index)) is not None and self._eager(state, step):
                     moved = True
                     labels.append(step.label)
                     problem = self._take(state, index, step)
+                    self._bury(state)
                     if problem is not None:
                         return labels, problem
         return labels, None
+
+    def _eager(self, state: bytes | bytearray, step: Step) -> bool:
+        return step.eager or (step.eager_when is not None and bool(state[step.eager_when]))
+
+    def _bury(self, state: bytearray) -> None:
+        """With the reduction on: what lies in the memory of a released rank is of no interest any more."""
+        if self.config.device:
+            for released, (start, stop), dead in zip(self.released, self._memory, self._dead, strict=True):
+                if state[released]:
+                    state[start:stop] = dead
 
     def moves(self, state: bytes, reduce: bool) -> list[Move]:
         """Everything that can happen next; with ``reduce`` a persistent subset of it."""
@@ -100,46 +113,60 @@ class Model:
                 after = bytearray(state)
                 after[thread.pc] = STOPPED
                 own.append((f"{thread.name} stops for ever", bytes(after), None))
-            if reduce and mortal and step is not None and step.eager:
+            if reduce and mortal and step is not None and self._eager(state, step):
                 return own
             found += own
-        if "no_watchdog" not in config.broken:
-            found += self._watch(state, idle=not running, reduce=reduce)
-        return found
+        if "no_watchdog" in config.broken:
+            return found
+        watch, alone = self._watch(state, idle=not running, reduce=reduce)
+        return watch if alone else found + watch
 
     def _after(self, state: bytes, index: int, step: Step, reduce: bool) -> Move:
         after = bytearray(state)
         problem = self._take(after, index, step)
         label = step.label
         if reduce and problem is None:
+            self._bury(after)
             more, problem = self.settle(after)
             label = "\n".join([label, *more])
         return label, bytes(after), problem
 
     # -- watchdogs -----------------------------------------------------------------------------------------------
 
-    def _watch(self, state: bytes, idle: bool, reduce: bool) -> list[Move]:
+    def _watch(self, state: bytes, idle: bool, reduce: bool) -> tuple[list[Move], bool]:
+        """What the watchdogs can do, and whether that is a persistent set by itself."""
         moves: list[Move] = []
-        late: list[tuple[int, int]] = []
         for rank in range(self.config.tp_size):
-            pc = state[self.dog[rank]]
-            if self._stopped(state, rank) or (pc == 0 and self._done(state, rank)):
-                continue
-            if pc == 0:
-                aborts = [state[self.abort[rank][peer]] for peer in self.peers[rank]]
-                code = max([state[self.raised[rank]], *aborts])
-                if code != OK:
-                    moves.append(self._fire(state, rank, code))
-                elif rank in self.config.gives_up:
+            move, private = self._watchdog(state, rank, reduce)
+            if move is not None:
+                if reduce and private:
+                    return [move], True
+                moves.append(move)
+        if idle and not moves:
+            # A time-out is long: it fires when nothing else in the whole system can happen any more.
+            for rank in range(self.config.tp_size):
+                if not (state[self.dog[rank]] or self._done(state, rank) or self._stopped(state, rank)):
                     moves.append(self._fire(state, rank, self._diagnose(state, rank)))
-                elif idle:
-                    late.append((rank, self._diagnose(state, rank)))
-            elif pc <= self.config.tp_size:
-                moves.append(self._announce(state, rank, pc, reduce))
-            elif self.config.device and "poison_once" not in self.config.broken:
-                moves += self._poison_again(state, rank, reduce)
-        # A time-out is long: it fires when nothing else in the whole system can happen any more.
-        return moves or [self._fire(state, rank, code) for rank, code in late]
+        return moves, False
+
+    def _watchdog(self, state: bytes, rank: int, reduce: bool) -> tuple[Move | None, bool]:
+        """The next step of one watchdog, and whether nobody else can tell when it happens (it is eager, then)."""
+        pc = state[self.dog[rank]]
+        if self._stopped(state, rank):
+            return None, False
+        if pc == 0:
+            code = max([state[self.raised[rank]], *(state[self.abort[rank][peer]] for peer in self.peers[rank])])
+            if code != OK:  # also after its last operation: mgr.check() has to raise
+                return self._fire(state, rank, code), True
+            if rank in self.config.gives_up and not self._done(state, rank):
+                return self._fire(state, rank, self._diagnose(state, rank)), False
+            return None, False
+        if pc <= self.config.tp_size:
+            peer = self._next_peer(rank, pc)
+            return self._announce(state, rank, peer, reduce), peer is not None and bool(state[self.released[peer]])
+        if self.config.device and "poison_once" not in self.config.broken:
+            return self._poison_again(state, rank, reduce), False
+        return None, False
 
     def _fire(self, state: bytes, rank: int, code: int) -> Move:
         after = bytearray(state)
@@ -147,16 +174,13 @@ class Model:
         after[self.dog[rank]] = 1
         return f"watchdog {rank} stores {('', 'PeerTimeoutError', 'RankMismatchError')[code]}", bytes(after), None
 
-    def _announce(self, state: bytes, rank: int, pc: int, reduce: bool) -> Move:
-        """Step ``pc`` of R: an abort word to each peer, then the release of the local waiters."""
-        first = "poison_before_abort" in self.config.broken
-        peer_number = pc - 2 if first else pc - 1
+    def _announce(self, state: bytes, rank: int, peer: int | None, reduce: bool) -> Move:
+        """The abort word of one peer or, after the last (None), the release of the local waiters."""
         after = bytearray(state)
         after[self.dog[rank]] += 1
-        if 0 <= peer_number < len(self.peers[rank]):
-            peer = self.peers[rank][peer_number]
+        if peer is not None:
             after[self.abort[peer][rank]] = after[self.error[rank]]
-            return f"watchdog {rank} writes abort[{rank}] of rank {peer}", bytes(after), None
+            return self._settled(f"watchdog {rank} writes abort[{rank}] of rank {peer}", after, reduce)
         after[self.released[rank]] = 1
         after[self.taint[rank]] = 1
         if self.config.device:
@@ -164,7 +188,12 @@ class Model:
                 after[word] = POISON
         return self._settled(f"watchdog {rank} releases its waiters", after, reduce)
 
-    def _poison_again(self, state: bytes, rank: int, reduce: bool) -> list[Move]:
+    def _next_peer(self, rank: int, pc: int) -> int | None:
+        """Whom a watchdog tells next; None when it is time to release."""
+        number = pc - 2 if "poison_before_abort" in self.config.broken else pc - 1
+        return self.peers[rank][number] if 0 <= number < len(self.peers[rank]) else None
+
+    def _poison_again(self, state: bytes, rank: int, reduce: bool) -> Move | None:
         for thread in self._threads_of[rank]:
             pc = state[thread.pc]
             if pc < len(thread.steps):
@@ -173,12 +202,13 @@ class Model:
                     after = bytearray(state)
                     for word in step.waits:
                         after[word] = POISON
-                    return [self._settled(f"watchdog {rank} poisons again: {step.label}", after, reduce)]
-        return []
+                    return self._settled(f"watchdog {rank} poisons again: {step.label}", after, reduce)
+        return None
 
     def _settled(self, label: str, after: bytearray, reduce: bool) -> Move:
         if not reduce:
             return label, bytes(after), None
+        self._bury(after)
         more, problem = self.settle(after)
         return "\n".join([label, *more]), bytes(after), problem
 

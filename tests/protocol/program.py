@@ -37,6 +37,7 @@ class Step:
         guard: whether it is enabled; None: always.
         effect: changes the words; returns the check that it violates.
         eager: see `model`.
+        eager_when: a word; once it is set the step is eager too.
         shows: another stream could tell that it happened (so a rank may stop before it).
         waits: words that a watchdog poisons to let it go on.
     """
@@ -45,6 +46,7 @@ class Step:
     guard: Guard | None = None
     effect: Effect | None = None
     eager: bool = False
+    eager_when: int | None = None
     shows: bool = False
     waits: tuple[int, ...] = ()
 
@@ -86,9 +88,17 @@ class Op:
 
 def build(config: Config) -> Code:
     """Programs of all ranks."""
-    words = Words()
+    names = _build(config, Words()).words  # a first pass, to learn which words there are
+    return _build(config, names.sorted_by_owner())
+
+
+def _build(config: Config, words: Words) -> Code:
     code = Code(words, [], [], [])
     for rank in range(config.tp_size):
+        for kind in ("error", "watchdog", "released", "raised", "taint"):
+            words.at(kind, rank)
+        for source in range(config.tp_size):
+            words.at("abort", rank, source)
         _RankBuilder(config, code, rank).build()
     return code
 
@@ -99,7 +109,7 @@ class _RankBuilder:
     def __init__(self, config: Config, code: Code, rank: int) -> None:
         self.config, self.code, self.rank = config, code, rank
         self.at = code.words.at
-        self.error = self.at("error", rank)
+        self.released = self.at("released", rank)
         self.raised = self.at("raised", rank)
         self.taint = self.at("taint", rank)
         self.waited: set[int] = set()
@@ -241,12 +251,12 @@ class _RankBuilder:
     def _copy(self, op: Op, peer: int, piece: int) -> list[Step]:
         cell = self.at("data", peer, op.kind, self._slot(op), self.rank, piece)
         mine, taint = self.at("abort", peer, self.rank), self.taint
-        peer_error, device = self.at("error", peer), self.config.device
+        peer_released, device = self.at("released", peer), self.config.device
 
         def begin(state: bytearray) -> str | None:
             old = state[cell]
             state[cell] = datum(op.use - 1, op.variant, state[taint], WRITING)
-            if old & 3 == FREE or (device and (state[mine] or state[peer_error])):
+            if old & 3 == FREE or (device and (state[mine] or state[peer_released])):
                 return None
             return f"rank {self.rank} overwrites data that rank {peer} still has to read: {describe(old)}"
 
@@ -255,8 +265,8 @@ class _RankBuilder:
 
         name = f"piece {piece} to rank {peer}"
         return [
-            Step(self._label(op, f"begins to copy {name}"), None, begin, shows=True),
-            Step(self._label(op, f"has copied {name}"), None, end, shows=True),
+            Step(self._label(op, f"begins to copy {name}"), None, begin, eager_when=peer_released, shows=True),
+            Step(self._label(op, f"has copied {name}"), None, end, eager_when=peer_released, shows=True),
         ]
 
     def _arrival(self, op: Op, peer: int, piece: int) -> Step:
@@ -275,11 +285,12 @@ class _RankBuilder:
     def _publish(self, op: Op, peer: int) -> list[Step]:
         record_word, digest_word = self._descriptor_words(peer, self.rank, op)
         new_record, new_digest = record(op.seq, op.kind, op.variant), digest(op.kind, op.use, op.variant)
-        mine, peer_error, device = self.at("abort", peer, self.rank), self.at("error", peer), self.config.device
+        mine, peer_released = self.at("abort", peer, self.rank), self.at("released", peer)
+        device = self.config.device
 
         def lost(state: bytearray) -> str | None:
             old = state[record_word]
-            if old in (0, POISON) or old & READ or (device and (state[mine] or state[peer_error])):
+            if old in (0, POISON) or old & READ or (device and (state[mine] or state[peer_released])):
                 return None
             seq = (old & ~READ) >> 2
             if seq == op.seq:
@@ -373,7 +384,7 @@ class _RankBuilder:
         cell = self.at("data", self.rank, op.kind, self._slot(op), source, piece)
         expected = datum(op.use - 1, op.variant, 0, WRITTEN)
         aborts = [self.at("abort", self.rank, peer) for peer in self.sources]
-        error, taint, device = self.error, self.taint, self.config.device
+        released, taint, device = self.released, self.taint, self.config.device
 
         def effect(state: bytearray) -> str | None:
             found = state[cell]
@@ -381,13 +392,14 @@ class _RankBuilder:
                 state[cell] = found & ~3 | FREE
             if found == expected:
                 return None
-            if device and (state[error] or any(state[word] for word in aborts)):
+            if device and (state[released] or any(state[word] for word in aborts)):
                 state[taint] = 1  # garbage, but mgr.check() already has something to raise
                 return None
             return f"rank {self.rank} reads {describe(found)} from rank {source}, not {describe(expected)}"
 
         late = "" if last and not op.held else " (the last reader of a held slot)" if last else " (first reader)"
-        return Step(self._label(op, f"reads piece {piece} of rank {source}{late}"), None, effect)
+        label = self._label(op, f"reads piece {piece} of rank {source}{late}")
+        return Step(label, None, effect, eager_when=released)
 
     def _credits(self, op: Op) -> list[Step]:
         steps = []

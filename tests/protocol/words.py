@@ -15,6 +15,9 @@ FREE, WRITING, WRITTEN = 0, 1, 2
 # A record keeps this bit once its reader has compared it (ghost).
 READ = 0x80
 
+# Kinds of words that no peer can see: program counters, events and what a rank's own process remembers.
+LOCAL = ("pc", "started", "made", "sent", "error", "watchdog", "released", "raised", "taint")
+
 # Error codes of a rank; `abort` words carry them to the peers.
 OK, TIMEOUT, MISMATCH = 0, 1, 2
 
@@ -25,6 +28,18 @@ class Words:
     def __init__(self) -> None:
         self.index: dict[tuple[object, ...], int] = {}
         self.initial = bytearray()
+
+    def sorted_by_owner(self) -> Words:
+        """The same words, those in the memory of one rank next to each other (their names are (kind, owner, ...))."""
+        other = Words()
+        for name in sorted(self.index, key=lambda name: (name[0] in LOCAL, name[1])):
+            other.at(*name, initial=self.initial[self.index[name]])
+        return other
+
+    def memory_of(self, rank: int) -> tuple[int, int]:
+        """Range of the words that lie in the arena of ``rank``; only after `sorted_by_owner`."""
+        own = [index for name, index in self.index.items() if name[0] not in LOCAL and name[1] == rank]
+        return min(own), max(own) + 1
 
     def at(self, *name: object, initial: int = 0) -> int:
         """Index of the word ``name``; ``initial`` counts at the first mention."""
@@ -46,7 +61,7 @@ def describe(cell: int) -> str:
     if cell == 0:
         return "nothing"
     phase = ("consumed", "half-written", "written")[cell & 3]
-    return f"use {cell >> 5} ({phase}{', tainted' if cell & 4 else ''}{f', variant {v}' if (v := cell >> 3 & 3) else ''})"
+    return f"use {(cell >> 5) + 1} ({phase}{', tainted' if cell & 4 else ''}{f', variant {v}' if (v := cell >> 3 & 3) else ''})"
 
 
 def record(seq: int, kind: str, variant: int) -> int:

@@ -97,3 +97,22 @@ def die_later(rank: int, world_size: int) -> int:
     """Answers first: the death belongs to no run."""
     threading.Timer(0.3, os._exit, (9,)).start()
     return os.getpid()
+
+
+def on_gpu(rank: int, world_size: int) -> dict[str, Any]:
+    """Current device, backend, the variable for shared GPUs, a sum over the CPU group, and a tensor on the GPU."""
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return {
+        "device": torch.cuda.current_device(),
+        "backend": dist.get_backend_config(),
+        "overlapping": os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"),
+        "total": float(total),
+        "tensor": torch.full((2,), float(rank), device="cuda"),
+    }
+
+
+def all_reduce_on_gpu(rank: int, world_size: int) -> float:
+    total = torch.tensor([rank + 1.0], device="cuda")
+    dist.all_reduce(total)
+    return float(total)

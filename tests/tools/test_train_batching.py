@@ -61,7 +61,7 @@ def test_same_seed_same_steps_other_seed_other_steps() -> None:
 
 def test_documents_that_do_not_fit_are_skipped_never_cut() -> None:
     assert usable_documents([b"a", b"ab", b"a" * 9, b"a" * 8], 8) == [b"ab", b"a" * 8]
-    with pytest.raises(ConfigError, match="none of the 2 documents has 2 to 8 bytes .*9 to 11.*raise --capacity"):
+    with pytest.raises(ConfigError, match=r"none of the 2 documents has 2 to 8 bytes .*9 to 11.*raise --capacity"):
         usable_documents([b"a" * 11, b"a" * 9], 8)
 
 

@@ -151,6 +151,18 @@ class Channel:
             raise
         return descriptor
 
+    def hand_out_slot(self, region_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """View of the slot that the region's next operation uses; its credit then waits for the next-but-one."""
+        region = self.regions[region_name]
+        with self._lock:
+            self.check()
+            epoch = region.uses + 1
+            region.held.add(epoch)
+            reader = region.last_reader.get(epoch % region.depth)
+            if reader is not None:
+                self.caller_stream().wait(reader)
+        return region.view(self.rank, epoch, 0, shape, dtype)
+
     def caller_stream(self) -> Stream:
         """The stream that the caller's tensors are ordered on."""
         return self.transport.caller_stream()

@@ -16,6 +16,7 @@ Headers come first, so ranks that disagree never exchange data of different size
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +102,7 @@ class GlooExchange(Exchange):
 
     def start(self) -> None:
         mailbox, receive = self.mailbox, self.receive_stream
+        self._region.held.discard(self._epoch - self._region.depth)  # receives are posted in order: nothing to grant
         self._sending: list[tuple[Any, int, str]] = []
         self._receiving: dict[Transfer, Any] = {}
         what = f"{self._descriptor.label} (header)"
@@ -115,7 +117,7 @@ class GlooExchange(Exchange):
         receive.run(self._post_receives)
         self._arrivals: dict[int, Event] = {}
         for step in self.steps:
-            receive.run(lambda step=step: self._finish_receives(step))
+            receive.run(partial(self._finish_receives, step))
             self._arrivals[step.index] = receive.record()
 
     def _post_receives(self) -> None:
@@ -165,6 +167,7 @@ class NcclExchange(Exchange):
 
     def start(self) -> None:
         mailbox = self.mailbox
+        self._region.held.discard(self._epoch - self._region.depth)
         headers = mailbox.send_headers(self._descriptor)
         mailbox.compare_headers(self._descriptor)
         for work, peer in zip(headers, mailbox.peers, strict=True):

@@ -1,44 +1,47 @@
-"""Which option keys each method really reads here. The others are accepted and reported, never silently dropped."""
+"""Which option keys each method really reads here. The others are accepted and reported, never silently dropped.
+
+Whoever makes a method read one more key adds it here; the notes, ``explain`` and the tests follow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-from tpoverlap.config.options import OPTION_KEYS, OverlapConfig
+from tpoverlap.config.options import OverlapConfig
 
 _ALWAYS: Final = frozenset({"method", "is_reduce_scatter"})
-_PRIORITIES: Final = frozenset({"comm_priority", "gemm_priority"})
 
 # Switched off, they ask for what happens anyway. (``use_ce: false`` is no such thing: it asks for another copy.)
 _EXTRAS: Final = frozenset({"set_sm_margin", "aggregate", "atomic_gemm", "fp8_buf", "pipeline_rs_overlap_first_gemm"})
 
+# Copy blocks on multiprocessors exist only where the copy engine is switched off.
+_COPY_BLOCKS: Final = frozenset({"num_sm", "set_sm_margin"})
+_COPY_CHOICE_METHODS: Final = ("ring_exchange", "bulk", "auto")
+
 HONOURED: Final[Mapping[str, frozenset[str]]] = {
     # num_splits: the ring forces it to tp_size, which is a finding of its own
-    "ring_exchange": _ALWAYS | _PRIORITIES | {"use_ce", "num_splits"},
-    "pipeline": _ALWAYS
-    | _PRIORITIES
-    | {"num_sm", "set_sm_margin", "num_splits", "num_max_streams", "pipeline_rs_overlap_first_gemm"},
-    # the independent GEMM runs on the caller's stream, whose priority is the caller's
-    "bulk": _ALWAYS | {"num_sm", "set_sm_margin", "use_ce", "comm_priority"},
-    "fused": _ALWAYS | _PRIORITIES | {"num_sm", "set_sm_margin", "num_splits"},
+    "ring_exchange": _ALWAYS | {"use_ce", "aggregate", "num_splits"},
+    "pipeline": _ALWAYS | {"num_splits", "num_max_streams"},
+    "bulk": _ALWAYS | {"use_ce"},
+    "fused": _ALWAYS | {"num_splits"},
     "sequential": _ALWAYS,
-    "auto": frozenset(OPTION_KEYS),  # any of them may be read, by the method that the dispatcher chooses
+    "auto": _ALWAYS | {"use_ce", "aggregate", "num_splits", "num_max_streams"},  # what any choice of it may read
     "external": _ALWAYS,
 }
 
 _BECAUSE: Final[Mapping[str, str]] = {
-    "num_sm": "the copy engine moves the rows while use_ce is true, so no multiprocessor is taken",
+    "num_sm": "the copy engine moves the rows, so no multiprocessor is taken",
     "cga_size": "no method here launches copy blocks in clusters",
-    "set_sm_margin": "its copies take no multiprocessor that the GEMM would have to leave free",
+    "set_sm_margin": "the copy engine moves the rows, so the GEMM need not leave a multiprocessor free",
     "num_splits": "only pipeline cuts the GEMM in splits",
     "aggregate": "only a ring_exchange all-gather can double its chunk",
     "atomic_gemm": "it has no tile-by-tile form",
     "use_ce": "only ring_exchange and bulk choose between the copy engine and copy blocks",
     "fp8_buf": "it is about FP8 buffers, and these buffers are not FP8",
-    "comm_priority": "it puts nothing on a stream of its own",
-    "gemm_priority": "its GEMM runs on the caller's stream",
-    "pipeline_rs_overlap_first_gemm": "only pipeline has a first split to overlap",
+    "comm_priority": "the copies of all names share one stream of high priority",
+    "gemm_priority": "GEMMs run on the caller's stream, and on streams of normal priority beside it",
+    "pipeline_rs_overlap_first_gemm": "every split travels as soon as it is computed, the first one too",
     "num_max_streams": "only pipeline spreads its splits over several streams",
 }
 
@@ -49,11 +52,10 @@ def is_honoured(config: OverlapConfig, key: str, fp8: bool = False) -> bool:
         return True
     if key == "fp8_buf":
         return fp8
-    if config.method == "ring_exchange":
-        if key == "num_sm":
-            return not config.use_ce
-        if key == "aggregate":
-            return not config.is_reduce_scatter
+    if key in _COPY_BLOCKS:
+        return config.method in _COPY_CHOICE_METHODS and not config.use_ce
+    if key == "aggregate" and config.is_reduce_scatter:
+        return False
     return key in HONOURED[config.method]
 
 

@@ -133,7 +133,7 @@ RULES: Final[tuple[Rule, ...]] = (
          whole(_unknown_method, "method"),
          "{name}.method {value} is unknown",
          "{did_you_mean_method}methods: {legal_methods}",
-         "DESIGN, methods (TE: KeyError)"),
+         "DESIGN, methods (TE: not checked)"),
     # -- what this release can run --------------------------------------------------------------------------------
     Rule("method-unsupported", "config", "error",
          whole(lambda c: c.method not in c.supported and c.method != "external", "method"),
@@ -187,7 +187,7 @@ RULES: Final[tuple[Rule, ...]] = (
          whole(_contradicts_direction, "is_reduce_scatter"),
          "{name}.is_reduce_scatter is {value}, but {name} under method {method!r} is a {direction}",
          "remove is_reduce_scatter (in qkv_dgrad and fc1_dgrad the method sets it), or use a name of your own",
-         "TE: accepted, and fails later"),
+         "TE: not checked"),
     Rule("dgrad-excludes-wgrad", "config", "error",
          whole(_scatters_dgrad_and_names_wgrad),
          "{name} is set, but {dgrad} with method {dgrad_method!r} reduce-scatters in dgrad already",

@@ -72,8 +72,8 @@ def _read_file(path: str) -> RawConfig:
             f"{path} must hold a mapping of GEMM names at its top, but holds a {type(document).__name__}; "
             "write one name a line, its options below it"
         )
-    where = _locate(document, path)
-    _refuse_duplicates(node, where, path)
+    fresh = yaml.SafeLoader(text).get_single_node()  # constructing merges `<<` into the nodes in place
+    _refuse_duplicates(fresh, _locate(document, path), path)
     return _extract(document, path)
 
 

@@ -66,7 +66,7 @@ class ResolvedConfig:
         filled = fill_defaults(name, options, self.tp_size)
         if filled.is_reduce_scatter != config.is_reduce_scatter:
             raise ConfigError(
-                f"{name} is configured as a {config.direction}, but method {method!r} makes it a {filled.direction}; "
+                f"{name} is configured for {config.direction}, but method {method!r} makes it a {filled.direction}; "
                 "configure that method"
             )
         return filled

@@ -73,7 +73,7 @@ _POSITIVE = click.IntRange(min=1)
     "--check-reference", is_flag=True, help="Train the same model without TP too; differences end in exit code 1."
 )
 @click.option("--compare", is_flag=True, help="Time overlapped, not overlapped and padded to C on the same batches.")
-@click.option("--compare-steps", type=_POSITIVE, default=8, show_default=True, help="Batches that --compare times.")
+@click.option("--compare-steps", type=_POSITIVE, default=6, show_default=True, help="Batches that --compare times.")
 @click.option("--json", "json_path", metavar="F", type=_path_type(), help="Write steps and summary as JSON.")
 @click.option("--plot", "plot_path", metavar="F", type=_path_type(), help="Draw T, loss and step time as PNG.")
 @click.option(

@@ -72,7 +72,7 @@ class StepRecord:
     """One step as the whole group saw it.
 
     ``time_ms``: forward, backward, gradient synchronisation, ``check`` and the optimizer, on the slowest rank.
-    ``communicated_rows``: active rows of the buffers in that step; without padding it is ``active_tokens``.
+    ``communicated_rows``: rows that one gather of that step moved, as the manager counted them; T unless padded.
     """
 
     step: int

@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from tpoverlap.tools.train.compare import compare_variants
 from tpoverlap.tools.train.job import Progress, ProgressListener, StepRecord, TrainJob, TrainOutcome
-from tpoverlap.tools.train.methods import USED_NAMES
 from tpoverlap.tools.train.packing import pack
 from tpoverlap.tools.train.trainer import RankContext, RankTrainer
 from tpoverlap.tools.train.weights import full_weights
@@ -42,7 +41,7 @@ def train_rank(
         on_progress(Progress("train", index + 1, len(job.steps)))
     allocations = _allocations(trainer, group) - allocations_before
     methods = _methods(trainer)
-    backend = str(trainer.manager.backend)
+    backend = trainer.manager.backend_name
     trainer.close()
     comparison = compare_variants(context, full, on_progress) if job.compare_steps else ()
     return TrainOutcome(tuple(records), methods, backend, allocations, gradients, comparison)
@@ -58,5 +57,9 @@ def _allocations(trainer: RankTrainer, group: dist.ProcessGroup) -> int:
 
 
 def _methods(trainer: RankTrainer) -> dict[str, str]:
-    stats = trainer.manager.stats()
-    return {name: str(stats[name]["methods"]) for name in USED_NAMES if name in stats}
+    """What ran, not what was asked for: for every GEMM name the methods that the manager counted."""
+    prefix = "method_"
+    return {
+        name: ", ".join(key.removeprefix(prefix) for key, calls in row.items() if key.startswith(prefix) and calls)
+        for name, row in trainer.manager.stats().items()
+    }

@@ -37,7 +37,7 @@ class TrainOptions:
     seed: int = 1
     check_reference: bool = False
     compare: bool = False
-    compare_steps: int = 8
+    compare_steps: int = 6
     json: Path | None = None
     plot: Path | None = None
     timeout_s: float = 120.0

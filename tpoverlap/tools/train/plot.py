@@ -47,6 +47,7 @@ def draw(
     time_axes.set_ylim(0, highest)
     time_axes.set_ylabel("step time (ms)")
     time_axes.set_xlabel("step")
+    time_axes.set_xlim(0.4, len(numbers) + 0.6)
     time_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     for axes in (tokens_axes, loss_axes, time_axes):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
@@ -44,19 +45,10 @@ def show(console: Console, report: Report) -> None:
 
 
 def _steps_table(report: Report) -> Table:
-    table = Table(title="Steps", header_style="bold")
-    for heading in (
-        "step",
-        "T",
-        "T / C",
-        "sequences",
-        "rows a rank",
-        "loss",
-        "reference",
-        "difference",
-        "ms",
-        "tokens/s",
-    ):
+    # Narrow enough for 80 columns: a number that is cut off says nothing.
+    table = _table("Steps")
+    table.caption = f"C = {report.job.capacity_tokens}; ms: the slowest rank; off by: loss against the reference"
+    for heading in ("step", "T", "T/C", "docs", "rows a rank", "loss", "off by", "ms", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     references = report.reference_losses or (None,) * len(report.outcome.steps)
     for record, reference in zip(report.outcome.steps, references, strict=True):
@@ -65,20 +57,32 @@ def _steps_table(report: Report) -> Table:
             str(record.active_tokens),
             f"{record.active_tokens / report.job.capacity_tokens:.2f}",
             str(record.num_sequences),
-            "+".join(map(str, record.rows_per_rank)),
+            _rows(record.rows_per_rank),
             f"{record.loss:.4f}",
-            "" if reference is None else f"{reference:.4f}",
             "" if reference is None else f"{abs(record.loss - reference):.1e}",
-            f"{record.time_ms:.0f}" if record.time_ms >= 100 else f"{record.time_ms:.2f}",
+            _milliseconds(record.time_ms),
             f"{record.active_tokens / record.time_ms * 1e3:.0f}",
         )
     return table
 
 
+def _table(title: str) -> Table:
+    return Table(title=title, header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+
+
+def _rows(counts: tuple[int, ...]) -> str:
+    """Both counts of two ranks, fewest and most of more."""
+    return "+".join(map(str, counts)) if len(counts) <= 2 else f"{min(counts)} to {max(counts)}"
+
+
+def _milliseconds(time_ms: float) -> str:
+    return f"{time_ms:.0f}" if time_ms >= 100 else f"{time_ms:.2f}"
+
+
 def _summary_table(report: Report) -> Table:
     job, outcome, facts = report.job, report.outcome, report.corpus_facts()
     tokens = [record.active_tokens for record in outcome.steps]
-    table = Table(title="Summary", show_header=False)
+    table = Table(title="Summary", show_header=False, box=None)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("ranks", f"{job.tp_size} on {job.device_type}, {job.dtype_name}; buffers: {outcome.memory_backend}")
@@ -105,7 +109,7 @@ def _summary_table(report: Report) -> Table:
         )
         table.add_row(
             "gradients",
-            f"{len(report.verdict.gradient_differences)} of step 1; worst {worst[0]}, off by {worst[1]:.1e} of its maximum",
+            f"{len(report.verdict.gradient_differences)} of step 1; worst {worst[0]}: {worst[1]:.1e} of its maximum",
         )
     return table
 
@@ -113,12 +117,9 @@ def _summary_table(report: Report) -> Table:
 def _comparison_table(report: Report) -> Table:
     comparison = report.outcome.comparison
     sequential = next(median(r.times_ms) for v, r in zip(VARIANTS, comparison, strict=True) if v.method == "sequential")
-    table = Table(
-        title=f"Comparison: the same {len(comparison[0].times_ms)} batches, taking turns",
-        header_style="bold",
-        caption=f"losses of the three differ by at most {variants_loss_difference(comparison):.1e}",
-    )
-    for heading in ("variant", "rows moved", "padding rows", "median ms", "vs not overlapped", "tokens/s"):
+    table = _table(f"Comparison: the same {len(comparison[0].times_ms)} batches, taking turns")
+    table.caption = f"losses of the three differ by at most {variants_loss_difference(comparison):.1e}"
+    for heading in ("variant", "rows", "of these padding", "median ms", "ratio", "tokens/s"):
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
     for record in comparison:
         rows, active, typical = sum(record.communicated_rows), sum(record.active_tokens), median(record.times_ms)
@@ -126,7 +127,7 @@ def _comparison_table(report: Report) -> Table:
             record.variant,
             str(rows),
             str(rows - active),
-            f"{typical:.2f}",
+            _milliseconds(typical),
             f"{typical / sequential:.2f}",
             f"{active / sum(record.times_ms) * 1e3:.0f}",
         )

@@ -71,6 +71,7 @@ class RankTrainer:
     def step(self, batch: PackedBatch, partition: TokenPartition) -> StepResult:
         """Train on ``batch`` (on the device) whose rows ``partition`` deals out. Collective."""
         context = self.context
+        rows_before = self._rows_moved()
         dist.barrier(context.group)  # so that the time below starts together
         started = time.perf_counter()
         with self.manager.microbatch(partition):
@@ -78,14 +79,17 @@ class RankTrainer:
             loss_sum = token_loss_sum(logits, batch.targets[partition.rows(context.rank)])
             # A rank's loss covers its rows; dividing by everyone's targets makes the ranks' gradients add up.
             (loss_sum / batch.num_targets).backward()  # type: ignore[no-untyped-call]
-            communicated_rows = int(self.manager.active_shape[0])
         tpo.sync_replicated_grads(self.model, context.group)
         self.manager.check()  # an error of this step must not reach the weights
         self.optimizer.step()
         if context.device.type == "cuda":
             torch.cuda.synchronize(context.device)
         time_ms = (time.perf_counter() - started) * 1e3
-        return StepResult(*self._over_ranks(loss_sum, batch.num_targets, time_ms), communicated_rows)
+        rows_moved = self._rows_moved() - rows_before
+        return StepResult(
+            *self._over_ranks(loss_sum, batch.num_targets, time_ms),
+            communicated_rows=rows_moved // context.job.model.layers,
+        )
 
     def zero_grad(self) -> None:
         """Drop the gradients; kept apart from ``step`` so that they can be read after it."""
@@ -104,6 +108,10 @@ class RankTrainer:
     def close(self) -> None:
         """Release the manager."""
         self.manager.close()
+
+    def _rows_moved(self) -> int:
+        """Rows that the manager counted for qkv_fprop so far: one operation a layer and step."""
+        return self.manager.stats().get("qkv_fprop", {}).get("tokens", 0)
 
     def _over_ranks(self, loss_sum: Tensor, num_targets: int, time_ms: float) -> tuple[float, float]:
         device = self.context.device

@@ -1,0 +1,232 @@
+"""YAML files: published ones, embedded options, interpolations, and everything that can be wrong with a file."""
+
+from __future__ import annotations
+
+import builtins
+import csv
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpoverlap.config import ConfigWarning, check, read_config, resolve, to_yaml
+from tpoverlap.errors import ConfigError
+
+DATA = Path(__file__).parents[1] / "data" / "ub_configs"
+FILES = sorted(DATA.glob("*.yaml"))
+ATOMIC = {  # they ask for atomic_gemm, which is refused for now
+    "mlcommons__training_results_v4.1__h100tp4mbs1.yaml",
+    "mlcommons__training_results_v5.1__h100tp2mbs4.yaml",
+}
+RING = {"qkv_fprop": {"method": "ring_exchange", "aggregate": 1}}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def one(pattern: str) -> Path:
+    (path,) = DATA.glob(pattern)
+    return path
+
+
+def test_the_published_files_are_here_and_listed() -> None:
+    with (DATA / "MANIFEST.csv").open() as manifest:
+        assert sorted(row["file"] for row in csv.DictReader(manifest)) == [path.name for path in FILES]
+    assert len(FILES) == 12
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem[-30:])
+def test_published_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TE_UB_ATOMIC_GEMM_RS_PROJ", "TE_UB_ATOMIC_GEMM_RS_FC2", "FC2_FPROP_METHOD"):
+        monkeypatch.delenv(variable, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        if path.name in ATOMIC:
+            with pytest.raises(ConfigError, match=r"atomic_gemm is true.*supported now"):
+                resolve(path, 2)
+            assert {note.rule for note in check(path, 2) if note.level == "error"} == {"atomic-gemm-unsupported"}
+        else:
+            config = resolve(str(path), 2)
+            assert resolve(config.to_dict(), 2) == config
+            assert all(note.level != "error" for note in config.notes)
+
+
+def test_interpolations_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = one("*v5.1__h100tp2mbs4*")
+    monkeypatch.setenv("TE_UB_ATOMIC_GEMM_RS_PROJ", "0")
+    monkeypatch.setenv("FC2_FPROP_METHOD", "pipeline")
+    monkeypatch.setenv("FC2_FPROP_SM", "20")
+    fc2 = resolve(path, 2).names["fc2_fprop"]
+    assert (fc2.method, fc2.num_sm) == ("pipeline", 20)
+    monkeypatch.setenv("FC2_FPROP_METHOD", "pipelined")
+    with pytest.raises(ConfigError, match="did you mean 'pipeline'"):
+        resolve(path, 2)
+
+
+def test_embedded_options_are_found_and_the_place_is_noted() -> None:
+    config = resolve(one("*gpt3_175b_hydra*"), 4)
+    assert config.names["fc2_fprop"].num_sm == 20 and config.source("qkv_wgrad") == "explicit"
+    (note,) = [note for note in config.notes if note.rule == "embedded"]
+    assert "model.ub_tp_comm_overlap_cfg" in note.message
+    assert "model.ub_tp_comm_overlap_cfg" in config.origin
+
+
+def test_embedded_deep_in_lists_and_under_a_mapping_argument() -> None:
+    config = resolve({"stages": [{"x": 1}, {"a.b": {"ub_tp_comm_overlap_cfg": RING}}]}, 2)
+    assert config.names["qkv_fprop"].aggregate
+    assert config.origin == "ub_cfgs (stages[1].a.b.ub_tp_comm_overlap_cfg)"
+
+
+def test_several_places() -> None:
+    same = {"model": {"ub_tp_comm_overlap_cfg": RING}, "eval": {"ub_tp_comm_overlap_cfg": dict(RING)}}
+    assert resolve(same, 2).names["qkv_fprop"].aggregate
+    same["eval"] = {"ub_tp_comm_overlap_cfg": {"qkv_fprop": {}}}
+    with pytest.raises(ConfigError, match=r"model\.ub_tp_comm_overlap_cfg, eval\.ub_tp_comm_overlap_cfg"):
+        resolve(same, 2)
+    with pytest.raises(ConfigError, match="its top"):
+        resolve({"qkv_fprop": {}, "model": {"ub_tp_comm_overlap_cfg": RING}}, 2)
+
+
+def test_embedded_null_and_embedded_text() -> None:
+    assert resolve({"model": {"ub_tp_comm_overlap_cfg": None}}, 2) == resolve(None, 2)
+    with pytest.raises(ConfigError, match="if it names another file, pass that file"):
+        resolve({"model": {"ub_tp_comm_overlap_cfg": "other.yaml"}}, 2)
+
+
+def test_only_the_overlap_section_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM", "7")
+    text = """
+    foreign: ${only.in:their,program}
+    sizes: {sm: 5}
+    model:
+      ub_tp_comm_overlap_cfg:
+        fc2_fprop: {method: pipeline, num_sm: "${sizes.sm}"}
+        proj_fprop: {method: pipeline, num_sm: "${oc.decode:${oc.env:SM}}"}
+    """
+    config = resolve(write(tmp_path / "c.yaml", text), 2)
+    assert (config.names["fc2_fprop"].num_sm, config.names["proj_fprop"].num_sm) == (5, 7)
+    with pytest.warns(ConfigWarning, match="'foreign'"):
+        resolve({"foreign": "${broken", "qkv_fprop": {"num_sm": 1}}, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["${oc.env:TPOVERLAP_UNSET}", "${oc.env:UNCLOSED", "${nowhere}", "${no.such.resolver:1}"]
+)
+def test_broken_interpolation(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "broken.yaml", f"qkv_fprop:\n  method: '{text}'\n")
+    with pytest.raises(ConfigError, match=r"broken\.yaml.*qkv_fprop.*does not resolve"):
+        resolve(path, 2)
+
+
+def test_omegaconf_objects() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    document = {"foreign": "${x:1}", "sm": 3, "m": {"ub_tp_comm_overlap_cfg": {"fc2_fprop": {"num_sm": "${sm}"}}}}
+    root = omegaconf.OmegaConf.create(document)
+    assert resolve(root, 2).names["fc2_fprop"].num_sm == 3
+    assert resolve(root.m.ub_tp_comm_overlap_cfg, 2).names["fc2_fprop"].num_sm == 3
+    with pytest.raises(ConfigError, match="got an OmegaConf list"):
+        resolve(omegaconf.OmegaConf.create([1]), 2)
+
+
+@pytest.mark.parametrize(("library", "text"), [("yaml", "a: 1"), ("omegaconf", "qkv_fprop: {num_sm: '${x}'}")])
+def test_a_missing_library_is_named(library: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == library:
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    path = write(tmp_path / "c.yaml", text)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=f"pip install {'py' if library == 'yaml' else ''}{library}"):
+        resolve(path, 2)
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "null\n"])
+def test_a_file_without_keys_is_an_empty_config(text: str, tmp_path: Path) -> None:
+    config = resolve(write(tmp_path / "c.yaml", text), 2)
+    assert config == resolve(None, 2) and [note.rule for note in config.notes] == ["empty-file"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"- a\n- b\n", "holds a list"),
+        (b"just text", "holds a str"),
+        (b"a: [1, 2", "not a YAML file"),
+        (b"a: 1\n--- \nb: 2\n", "not a YAML file"),
+        (b"a: !!python/object:os.system {}\n", "not a YAML file"),
+        (b"a: 2001-99-99\n", "not a YAML file"),
+        (b"a: \x07\n", "not a YAML file"),
+        (b"\xff\xfe\x00broken", "not UTF-8"),
+        (b"? [1, 2]\n: 3\n? {a: 1}\n: 2\n", "not a YAML file"),
+        (b"[" * 5000, "not a YAML file"),
+        (b"qkv_fprop:\n  method: bulk\n  num_sm: 1\n  method: ring_exchange\n", r"'method' twice, in lines 2 and 4"),
+        (b"qkv_fprop: {}\nqkv_fprop: {}\n", r"'qkv_fprop' twice, in lines 1 and 2"),
+        (b"m:\n  ub_tp_comm_overlap_cfg:\n    a: 1\n    a: 2\n", r"'a' twice, in lines 3 and 4"),
+    ],
+)
+def test_files_that_cannot_be_read(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(path, 2)
+    assert str(path) in str(caught.value)
+    (note,) = check(path, 2)
+    assert (note.level, note.rule) == ("error", "unreadable")
+
+
+def test_twice_outside_the_overlap_section_is_none_of_our_business(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "t: {a: 1, a: 2}\nm:\n  ub_tp_comm_overlap_cfg: {qkv_fprop: {num_sm: 1}}\n")
+    assert resolve(path, 2).source("qkv_fprop") == "explicit"
+
+
+def test_anchors_merge_keys_and_cycles(tmp_path: Path) -> None:
+    text = "common: &c {method: ring_exchange, aggregate: 1}\nqkv_fprop: {<<: *c}\nfc1_fprop: {<<: *c, aggregate: 0}\n"
+    with pytest.warns(ConfigWarning):  # 'common' is a mapping of option keys, so it registers a name
+        config = resolve(write(tmp_path / "c.yaml", text), 2)
+    assert (config.names["qkv_fprop"].aggregate, config.names["fc1_fprop"].aggregate) == (True, False)
+    with pytest.warns(ConfigWarning, match="'a'"):
+        resolve(write(tmp_path / "d.yaml", "a: &x {b: *x, c: [*x]}\n"), 2)
+
+
+@pytest.mark.parametrize(
+    "path", ["/nowhere/c.yaml", "", "a\0b", "x" * 5000, "qkv_fprop:\n  method: bulk\n", "~nobody/c"]
+)
+def test_paths_that_lead_nowhere(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read|several lines"):
+        resolve(path, 2)
+
+
+def test_a_directory_and_a_file_without_permission(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="directory"):
+        resolve(tmp_path, 2)
+    path = write(tmp_path / "c.yaml", "a: 1")
+    path.chmod(0)
+    if not os.access(path, os.R_OK):  # root may read it all the same
+        with pytest.raises(ConfigError, match="Permission denied"):
+            resolve(path, 2)
+
+
+def test_a_byte_order_mark_and_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfqkv_fprop: {aggregate: 1}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/c.yaml", 2).names["qkv_fprop"].aggregate
+
+
+def test_read_config_gives_raw_entries() -> None:
+    raw = read_config(one("*Megatron-LM__tp_comm_overlap_cfg__v2*"))
+    assert raw.entries["MODEL_ARGS"] == {"--async-save": True} and raw.entries["qkv_fprop"]["aggregate"] == 1
+
+
+def test_to_yaml_is_what_a_person_would_write(tmp_path: Path) -> None:
+    config = resolve(RING, 2)
+    text = to_yaml(config)
+    assert text.splitlines()[1:] == ["qkv_fprop:", "  method: ring_exchange", "  aggregate: true"]
+    assert config.digest in text.splitlines()[0]
+    assert resolve(write(tmp_path / "c.yaml", to_yaml(resolve(None, 2))), 2) == resolve(None, 2)

@@ -1,0 +1,111 @@
+"""The active shape: what the manager, a scope or a communicator says T is, and how an operation resolves it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from tpoverlap.errors import ActiveShapeError, CapacityError
+from tpoverlap.tokens import TokenPartition
+
+ShapeLike = int | Sequence[int] | TokenPartition
+
+
+class ActiveShape:
+    """One manager's active shape. Setting it stores a partition: no allocation, no synchronisation.
+
+    A scope (``with manager.microbatch(...)``) is local to the thread or task that entered it; `set` is for all.
+    """
+
+    def __init__(self, tp_size: int, width: int) -> None:
+        self.tp_size = tp_size
+        self.width = width
+        self.version = 0
+        self._base: TokenPartition | None = None
+        self._scopes: ContextVar[tuple[TokenPartition | None, ...]] = ContextVar("tpoverlap_active_shape", default=())
+
+    @property
+    def partition(self) -> TokenPartition | None:
+        """The innermost scope's partition, else the one that was set; None: infer T from the input."""
+        scopes = self._scopes.get()
+        return scopes[-1] if scopes else self._base
+
+    def set(self, partition: TokenPartition | None) -> None:
+        """Set the shape outside scopes."""
+        self._base = partition
+        self.version += 1
+
+    @contextmanager
+    def scope(self, partition: TokenPartition | None) -> Iterator[None]:
+        """``partition`` (None: infer) until the block ends."""
+        token = self._scopes.set((*self._scopes.get(), partition))
+        self.version += 1
+        try:
+            yield
+        finally:
+            self._scopes.reset(token)
+            self.version += 1
+
+    def parse(self, shape: ShapeLike | None, partition: TokenPartition | None) -> TokenPartition:
+        """A partition from T, (T, H), a TokenPartition, or ``partition=``; ``balanced`` when only T is given.
+
+        Raises:
+            ActiveShapeError: not 2-D, not positive integers, H differs, counts that do not sum to T, or a wrong R.
+        """
+        if isinstance(shape, TokenPartition):
+            if partition is not None and partition != shape:
+                raise ActiveShapeError(f"two different partitions were given: {shape.counts} and {partition.counts}")
+            shape, partition = None, shape
+        num_tokens = None if shape is None else self._num_tokens(shape)
+        if partition is None:
+            if num_tokens is None:
+                raise ActiveShapeError("give T, (T, H) or a TokenPartition")
+            return TokenPartition.balanced(num_tokens, self.tp_size)
+        if not isinstance(partition, TokenPartition):
+            raise ActiveShapeError(f"partition must be a TokenPartition, got {type(partition).__name__}")
+        self.require_size(partition)
+        if num_tokens is not None and num_tokens != partition.total:
+            raise ActiveShapeError(
+                f"shape says T={num_tokens} but the counts {list(partition.counts)} sum to {partition.total}"
+            )
+        return partition
+
+    def require_size(self, partition: TokenPartition) -> None:
+        """Raise unless the partition is for this many ranks."""
+        if partition.tp_size != self.tp_size:
+            raise ActiveShapeError(
+                f"the partition has {partition.tp_size} counts {list(partition.counts)}, the group has {self.tp_size} ranks"
+            )
+
+    def _num_tokens(self, shape: Any) -> int:
+        try:
+            dims = [shape] if isinstance(shape, int) else [operator.index(length) for length in shape]
+        except TypeError as error:
+            raise ActiveShapeError(f"the active shape must be integers (T, H), got {shape!r}") from error
+        if isinstance(shape, bool) or (not isinstance(shape, int) and len(dims) != 2):
+            raise ActiveShapeError(f"the active shape must be (T, H), got {shape!r}")
+        if len(dims) == 2 and dims[1] != self.width:
+            raise ActiveShapeError(
+                f"the active shape {tuple(dims)} changes the hidden size: H={self.width} was registered; "
+                "register another width with mgr.register(name, width=...)"
+            )
+        if dims[0] < 1:
+            raise ActiveShapeError(f"T must be at least 1, got {dims[0]} in {shape!r}")
+        return dims[0]
+
+
+def require_capacity(partition: TokenPartition, max_tokens: int, max_rows_per_rank: int, name: str) -> None:
+    """Raise CapacityError when ``partition`` does not fit what ``name`` was registered with."""
+    if partition.total > max_tokens:
+        raise CapacityError(
+            f"{name}: T={partition.total} exceeds the capacity of {max_tokens} tokens; register a larger capacity_shape, "
+            "split the microbatch, or use on_overflow='sequential'"
+        )
+    if partition.max_count > max_rows_per_rank:
+        raise CapacityError(
+            f"{name}: a rank has {partition.max_count} rows in {list(partition.counts)}, but max_rows_per_rank is "
+            f"{max_rows_per_rank}; pass max_rows_per_rank={partition.max_count} to the manager, or balance the rows"
+        )

@@ -1,0 +1,184 @@
+"""Communicators: what ``mgr.get(name)`` and ``mgr.layer(name)`` return.
+
+=====================  ==================================================================
+``CommOverlap``        a name whose method is bulk, pipeline or sequential
+``CommOverlapP2P``     a name whose method is ring_exchange
+``LayerCommunicators``  fprop, dgrad and wgrad of one layer: what autograd functions take
+=====================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpoverlap.active_shape import ShapeLike, require_capacity
+from tpoverlap.config import OverlapConfig
+from tpoverlap.errors import ActiveShapeError
+from tpoverlap.statistics import NameStatistics
+from tpoverlap.tokens import TokenPartition
+
+if TYPE_CHECKING:
+    from tpoverlap.manager import UserBufferManager
+
+
+class CommOverlap:
+    """One named GEMM's communicator. Made by the manager, never by users.
+
+    ====================================  ======================================================================
+    ``set_buffer_active_shape((T, H))``   T for this name only, until the manager's shape changes; local, no cost
+    ``get_buffer_active_shape()``         (T, H); the capacity before any shape was set
+    ``get_buffer_capacity_shape()``       (C, H)
+    ``get_buffer(local_chunk=False)``     view of the active rows of the next operation's slot, no copy
+    ``copy_into_buffer(x, local_chunk)``  fill it
+    ====================================  ======================================================================
+
+    Attributes:
+        name: of the GEMM.
+        config: its options.
+        width, max_tokens, max_rows_per_rank: what it was registered with.
+    """
+
+    def __init__(
+        self,
+        manager: UserBufferManager,
+        name: str,
+        config: OverlapConfig,
+        *,
+        width: int,
+        max_tokens: int,
+        max_rows_per_rank: int,
+        gather_region: str,
+        scatter_region: str,
+        registered: bool = True,
+    ) -> None:
+        self.manager = manager
+        self.name = name
+        self.config = config
+        self.width = width
+        self.max_tokens = max_tokens
+        self.max_rows_per_rank = max_rows_per_rank
+        self.gather_region = gather_region
+        self.scatter_region = scatter_region
+        self.registered = registered
+        self.statistics = NameStatistics(max_tokens)
+        self._own_shape: tuple[int, TokenPartition] | None = None
+        self._scatter_staging: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.config.method}, capacity {self.get_buffer_capacity_shape()})"
+
+    @property
+    def is_reduce_scatter(self) -> bool:
+        """The direction that its configuration gives it."""
+        return self.config.is_reduce_scatter
+
+    # -- active shape --------------------------------------------------------------------------------------------
+
+    def set_buffer_active_shape(self, shape: ShapeLike, partition: TokenPartition | None = None) -> None:
+        """Set (T, H) for this name alone; the manager's next shape replaces it.
+
+        Raises:
+            ActiveShapeError: see `ActiveShape.parse`. CapacityError: it does not fit.
+        """
+        active = self.manager.active
+        if not isinstance(shape, int | TokenPartition) and len(shape) == 2 and shape[1] == self.width:
+            shape = shape[0]  # this name's own width, which may differ from the manager's H
+        parsed = active.parse(shape, partition)
+        self.require_capacity(parsed)
+        self._own_shape = (active.version, parsed)
+
+    @property
+    def partition(self) -> TokenPartition | None:
+        """This name's own partition if it was set since the manager's, else the manager's; None: infer."""
+        if self._own_shape is not None and self._own_shape[0] == self.manager.active.version:
+            return self._own_shape[1]
+        return self.manager.active.partition
+
+    def get_buffer_active_shape(self) -> tuple[int, int]:
+        """(T, H), or the capacity when no shape was set."""
+        partition = self.partition
+        return (self.max_tokens if partition is None else partition.total, self.width)
+
+    def get_buffer_capacity_shape(self) -> tuple[int, int]:
+        """(C, H)."""
+        return (self.max_tokens, self.width)
+
+    def require_capacity(self, partition: TokenPartition) -> None:
+        """Raise CapacityError unless ``partition`` fits, or overflow is allowed to run sequentially."""
+        if self.manager.on_overflow == "error":
+            require_capacity(partition, self.max_tokens, self.max_rows_per_rank, self.name)
+
+    # -- buffer --------------------------------------------------------------------------------------------------
+
+    def get_buffer(self, local_chunk: bool = False) -> torch.Tensor:
+        """View of the active rows of the next operation's slot.
+
+        All-gather: [T, H] in registered memory (``local_chunk``: own rows, [T_r, H]); it stays valid until the
+        next-but-one operation on the region. Reduce-scatter: [T, H] of a private staging buffer, because peers write
+        only summands into the registered one.
+        """
+        partition = self._buffer_partition()
+        rows = partition.rows(self.manager.rank) if local_chunk else slice(0, partition.total)
+        if self.is_reduce_scatter:
+            if self._scatter_staging is None:
+                manager = self.manager
+                self._scatter_staging = torch.empty(
+                    self.max_tokens, self.width, dtype=manager.dtype, device=manager.device
+                )
+            return self._scatter_staging[rows]
+        return self.manager.next_gather_slot(self, partition)[rows]
+
+    def copy_into_buffer(self, x: torch.Tensor, local_chunk: bool = False) -> None:
+        """Copy ``x`` into `get_buffer`'s view: [T, H], or [T_r, H] when ``local_chunk``.
+
+        Raises:
+            ActiveShapeError: the shapes differ.
+        """
+        target = self.get_buffer(local_chunk)
+        if x.shape != target.shape:
+            which = "this rank's rows" if local_chunk else "the active shape"
+            raise ActiveShapeError(f"{self.name}: x is {list(x.shape)} but {which} is {list(target.shape)}")
+        target.copy_(x)
+
+    def _buffer_partition(self) -> TokenPartition:
+        partition = self.partition
+        if partition is None:
+            return TokenPartition.balanced(self.max_tokens, self.manager.tp_size)
+        require_capacity(partition, self.max_tokens, self.max_rows_per_rank, self.name)
+        return partition
+
+
+class CommOverlapP2P(CommOverlap):
+    """A communicator whose method moves chunk by chunk between pairs of ranks (ring_exchange)."""
+
+
+@dataclass(frozen=True)
+class LayerCommunicators:
+    """The communicators of one layer; ``mgr.layer("qkv")``.
+
+    ``dgrad_scatter`` is set when the configuration reduce-scatters the input gradient inside dgrad instead of beside
+    wgrad (a non-bulk ``qkv_dgrad``).
+    """
+
+    manager: UserBufferManager
+    name: str
+    fprop: CommOverlap
+    dgrad: CommOverlap
+    wgrad: CommOverlap | None
+
+    @property
+    def scatters_in_dgrad(self) -> bool:
+        """Column layers: whether dgrad's GEMM itself is overlapped with the reduce-scatter of its result."""
+        return self.dgrad.is_reduce_scatter
+
+
+Communicators = CommOverlap | LayerCommunicators
+
+
+def names_of_layer(name: str) -> Sequence[str]:
+    """The three GEMM names of a layer."""
+    return tuple(f"{name}_{phase}" for phase in ("fprop", "dgrad", "wgrad"))

@@ -1,0 +1,434 @@
+"""UserBufferManager: one per tensor-parallel group. Names -> communicators, active shape, statistics, life time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tpoverlap.active_shape import ActiveShape, ShapeLike, require_capacity
+from tpoverlap.comm import Channel
+from tpoverlap.communicator import CommOverlap, LayerCommunicators
+from tpoverlap.config import KNOWN_NAMES, resolve
+from tpoverlap.config.resolver import ConfigSource
+from tpoverlap.dispatch import Decision, choose
+from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError, TpOverlapError
+from tpoverlap.memory import select_backend
+from tpoverlap.memory.base import agree
+from tpoverlap.memory_report import default_max_rows, standard_regions
+from tpoverlap.name_table import NameTable
+from tpoverlap.overlap import OperationContext
+from tpoverlap.plan import make_plan, pinned_methods
+from tpoverlap.setup import (
+    BACKENDS,
+    DTYPES,
+    OVERFLOW_MODES,
+    Settings,
+    parse_capacity,
+    require_agreement,
+    require_choice,
+    resolve_device,
+    resolve_group,
+    resolve_timeout,
+)
+from tpoverlap.tokens import TokenPartition
+
+logger = logging.getLogger("tpoverlap")
+
+
+class UserBufferManager:
+    """Registers communication buffers once, at a capacity; every microbatch sets a smaller active shape.
+
+    ======================================  ====================================================================
+    ``set_active_shape((T, H))``            T of the next operations; local, asynchronous, no allocation
+    ``with microbatch(T): ...``             the same, scoped
+    ``layer("qkv")``                        fprop, dgrad and wgrad communicators, for autograd functions
+    ``get("qkv_fprop")``                    one communicator
+    ``register("mtp_proj", width=W)``       further names and widths; collective
+    ``explain(name, T)``, ``plan()``        which method, from which source, and why
+    ``stats()``, ``memory_report()``        what happened, what it takes
+    ``check()``                             wait for the device and raise what went wrong
+    ``close()``, ``abort()``                collective end; local end
+    ======================================  ====================================================================
+
+    Construction is collective over ``group``. Args:
+        group: ProcessGroup, 1-D DeviceMesh, or None for the default group.
+        capacity_shape: (C, H): most tokens of the group, and width of the communicated activation.
+        dtype: of the communicated activation: bfloat16, float16 or float32.
+        device: None: the current GPU if there is one, else the CPU.
+        ub_cfgs: options by GEMM name (mapping or YAML file), see docs/configuration.md.
+        quantization_modes: only ``None`` / "none" in this release (no FP8 yet).
+        backend: "auto", "cuda", "shared" or "process_group".
+        timeout_s: bound of every wait for a peer; None: the group's own time-out.
+        on_overflow: "error", or "sequential" to run a T above C on the plain collectives.
+        plan: a former manager's ``plan()``, to pin its choices.
+        max_rows_per_rank: most rows of one rank; None: ceil(C / R).
+
+    Raises:
+        ConfigError, ActiveShapeError: an argument is illegal. RankMismatchError: ranks were given different ones.
+        BackendUnavailableError: no backend works. NotInitializedError: no process group.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        capacity_shape: tuple[int, int],
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | int | None = None,
+        ub_cfgs: ConfigSource = None,
+        quantization_modes: Any = None,
+        backend: str = "auto",
+        timeout_s: float | None = None,
+        on_overflow: str = "error",
+        plan: Mapping[str, Any] | None = None,
+        max_rows_per_rank: int | None = None,
+    ) -> None:
+        self.group = resolve_group(group)
+        self.rank, self.tp_size = self.group.rank(), self.group.size()
+        self.device = resolve_device(device)
+        settings: Settings | TpOverlapError
+        try:
+            self.capacity_shape = parse_capacity(capacity_shape)
+            self.dtype = dtype
+            self.on_overflow = on_overflow
+            self.timeout_s = resolve_timeout(timeout_s, self.group, self.device)
+            self._require_legal_arguments(backend, quantization_modes)
+            self.max_rows_per_rank = self._parse_max_rows(max_rows_per_rank)
+            config = resolve(ub_cfgs, self.tp_size)
+            self._pinned = pinned_methods(plan, self.tp_size)
+            settings = Settings(
+                self.capacity_shape,
+                str(dtype),
+                self.device.type,
+                backend,
+                self.timeout_s,
+                on_overflow,
+                self.max_rows_per_rank,
+                f"{config.digest} plan {sorted(self._pinned.items())}",
+            )
+        except TpOverlapError as error:
+            settings = error
+        require_agreement(self.group, settings)
+        self._config = config
+        self.active = ActiveShape(self.tp_size, self.capacity_shape[1])
+        self._names = NameTable(self, config, self.capacity_shape[1], self.capacity_shape[0], self.max_rows_per_rank)
+        self._closed = False
+        self.channel: Channel | None = None
+        self.backend_name, self.backend_reason = "none", "R = 1: nothing is communicated"
+        if self.tp_size > 1:
+            self._open_channel(backend)
+        self._log_setup()
+
+    # -- set-up --------------------------------------------------------------------------------------------------
+
+    def _require_legal_arguments(self, backend: str, quantization_modes: Any) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("backend", backend, BACKENDS)
+        require_choice("on_overflow", self.on_overflow, OVERFLOW_MODES)
+        modes = quantization_modes if isinstance(quantization_modes, list | tuple) else [quantization_modes]
+        for mode in modes:
+            if mode is not None and str(getattr(mode, "name", mode)).lower() != "none":
+                raise ConfigError(
+                    f"quantization mode {mode!r} is not supported in this release; supported: NONE (no FP8 buffers yet)"
+                )
+
+    def _parse_max_rows(self, max_rows_per_rank: int | None) -> int:
+        if max_rows_per_rank is None:
+            return default_max_rows(self.capacity_shape[0], self.tp_size)
+        if isinstance(max_rows_per_rank, bool) or not isinstance(max_rows_per_rank, int) or max_rows_per_rank < 1:
+            raise ConfigError(f"max_rows_per_rank must be a positive integer, got {max_rows_per_rank!r}")
+        return min(max_rows_per_rank, self.capacity_shape[0])
+
+    def _open_channel(self, backend: str) -> None:
+        choice = select_backend(backend, self.group, self.device)
+        self.backend_name, self.backend_reason = choice.backend.name, choice.reason
+        capacity_tokens, width = self.capacity_shape
+        regions = standard_regions(
+            capacity_tokens, width, self.dtype.itemsize, self.tp_size, self.max_rows_per_rank
+        )
+        streams = max((c.config.num_max_streams for c in self._names if c.config.method == "pipeline"), default=0)
+        streams = max(streams, 3 if "pipeline" in self._pinned.values() else 0)
+        self.channel = Channel(choice.backend, regions, self.timeout_s, streams)
+
+    def _log_setup(self) -> None:
+        if self.rank == 0:
+            methods = {name: row["method"] for name, row in self.plan()["methods"].items()}
+            logger.info(
+                "tpoverlap: R=%d, capacity %s, backend %s (%s), plan %s %s",
+                self.tp_size,
+                self.capacity_shape,
+                self.backend_name,
+                self.backend_reason,
+                self.plan()["hash"],
+                methods,
+            )
+
+    def register(
+        self, name: str, width: int, max_tokens: int | None = None, max_rows_per_rank: int | None = None
+    ) -> None:
+        """A further layer or GEMM name with its own width. Collective: call it on every rank, in the same order.
+
+        It shares the existing regions where they are large enough, else a further arena is allocated.
+
+        Args:
+            name: a layer ("mtp_proj": its fprop, dgrad, wgrad) or one GEMM ("lm_head_fprop").
+            width: of the activation that is communicated.
+            max_tokens: None: the manager's capacity.
+            max_rows_per_rank: None: ceil(max_tokens / R), or the manager's if that is more.
+        """
+        self._require_open()
+        max_tokens = self.capacity_shape[0] if max_tokens is None else max_tokens
+        parse_capacity((max_tokens, width))
+        rows = max(default_max_rows(max_tokens, self.tp_size), min(max_tokens, self.max_rows_per_rank))
+        rows = rows if max_rows_per_rank is None else max_rows_per_rank
+        if not name or not isinstance(name, str):
+            raise ConfigError(f"a name must be a non-empty string, got {name!r}")
+        if f"{name}_fprop" in KNOWN_NAMES:
+            raise ConfigError(f"{name!r} is one of the standard layers; pick another name for another width")
+        regions = ("ag", "rs")
+        if self.channel is not None:
+            answers = agree(self.group, (name, width, max_tokens, rows))
+            if any(answer != answers[0] for answer in answers):
+                raise ConfigError(f"ranks register different things: {dict(enumerate(answers))}")
+            wanted = standard_regions(max_tokens, width, self.dtype.itemsize, self.tp_size, rows, f"-{name}")
+            existing = (self.channel.regions["ag"], self.channel.regions["rs"])
+            if any(spec.slot_bytes > region.slot_bytes for spec, region in zip(wanted, existing, strict=True)):
+                self.channel.add_regions(wanted)
+                regions = (wanted[0].name, wanted[1].name)
+        self._names.register(name, width, max_tokens, rows, *regions)
+
+    # -- active shape --------------------------------------------------------------------------------------------
+
+    def set_active_shape(self, shape: ShapeLike | None = None, partition: TokenPartition | None = None) -> None:
+        """T of the operations that follow: ``(T, H)``, ``T`` or a TokenPartition; balanced unless counts are given.
+
+        Local and asynchronous. ``set_active_shape()`` without arguments goes back to inferring T from inputs.
+
+        Raises:
+            ActiveShapeError: malformed, or H differs. CapacityError: more than C rows, or than max_rows_per_rank.
+        """
+        self._require_open()
+        if shape is None and partition is None:
+            self.active.set(None)
+            return
+        self.active.set(self._parse_fitting(shape, partition))
+
+    @contextmanager
+    def microbatch(
+        self, shape: ShapeLike | None = None, partition: TokenPartition | None = None
+    ) -> Iterator[TokenPartition]:
+        """``set_active_shape`` for a block, in this thread; gives the partition. Scopes nest."""
+        self._require_open()
+        parsed = self._parse_fitting(shape, partition)
+        with self.active.scope(parsed):
+            yield parsed
+
+    def _parse_fitting(self, shape: ShapeLike | None, partition: TokenPartition | None) -> TokenPartition:
+        parsed = self.active.parse(shape, partition)
+        if self.on_overflow == "error":
+            require_capacity(parsed, self.capacity_shape[0], self.max_rows_per_rank, "active shape")
+        return parsed
+
+    @property
+    def partition(self) -> TokenPartition | None:
+        """Rows of each rank; None before any shape was set."""
+        return self.active.partition
+
+    @property
+    def active_shape(self) -> tuple[int, int]:
+        """(T, H); the capacity before any shape was set."""
+        partition = self.active.partition
+        return self.capacity_shape if partition is None else (partition.total, self.capacity_shape[1])
+
+    @property
+    def num_tokens(self) -> int:
+        """T; C before any shape was set."""
+        return self.active_shape[0]
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> CommOverlap:
+        """The communicator of a GEMM name. Raises ConfigError, listing the names there are."""
+        self._require_open()
+        return self._names.get(name)
+
+    def layer(self, name: str, *, row: bool | None = None) -> LayerCommunicators:
+        """The communicators of a layer: what ``all_gather_gemm`` and ``gemm_reduce_scatter`` take.
+
+        Args:
+            name: "qkv", "proj", "fc1", "fc2" or a registered name; an unregistered one runs without overlap.
+            row: whether fprop reduce-scatters; None: as the name is configured.
+        """
+        self._require_open()
+        if row is None:
+            fprop = f"{name}_fprop"
+            row = fprop in self._names and self._names.get(fprop).is_reduce_scatter
+        return self._names.layer(name, row=row)
+
+    # -- operations (called by nn) -------------------------------------------------------------------------------
+
+    def operation(
+        self, communicator: CommOverlap, partition: TokenPartition, *, scatter: bool, method: str | None = None
+    ) -> OperationContext:
+        """Everything a method needs for one operation of ``communicator``; decides the method and counts it.
+
+        Raises:
+            CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot run this direction.
+        """
+        self._require_open()
+        if self.channel is not None:
+            self.channel.check()
+        overflow = self._overflows(communicator, partition)
+        decision = self._decide(communicator, partition.total, overflow=overflow)
+        chosen = decision.method if method is None or decision.source == "overflow" or self.tp_size == 1 else method
+        communicator.statistics.record(chosen, partition.total, overflow=overflow)
+        return OperationContext(
+            self.channel,
+            self.group,
+            self.rank,
+            chosen,
+            communicator.config,
+            communicator.name,
+            communicator.scatter_region if scatter else communicator.gather_region,
+            partition,
+            communicator.width,
+            self.dtype,
+        )
+
+    def _overflows(self, communicator: CommOverlap, partition: TokenPartition) -> bool:
+        try:
+            require_capacity(
+                partition, communicator.max_tokens, communicator.max_rows_per_rank, communicator.name
+            )
+        except CapacityError:
+            if self.on_overflow == "error":
+                raise
+            return True
+        return False
+
+    def _decide(self, communicator: CommOverlap, num_tokens: int | None, *, overflow: bool = False) -> Decision:
+        if not communicator.registered:
+            return Decision("sequential", "unregistered", f"{communicator.name} is not registered")
+        return choose(
+            communicator.config,
+            config_source=self._names.config_source(communicator.name),
+            tp_size=self.tp_size,
+            num_tokens=num_tokens,
+            max_tokens=communicator.max_tokens,
+            overflow=overflow,
+            planned_method=self._pinned.get(communicator.name),
+        )
+
+    def next_gather_slot(self, communicator: CommOverlap, partition: TokenPartition) -> torch.Tensor:
+        """View of the [T, H] slot that the next all-gather of ``communicator`` uses. For `CommOverlap.get_buffer`."""
+        self._require_open()
+        if self.channel is None:
+            raise ConfigError("R = 1 has no communication buffer")
+        return self.channel.hand_out_slot(
+            communicator.gather_region, (partition.total, communicator.width), self.dtype
+        )
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def explain(self, name: str, num_tokens: int | None = None) -> str:
+        """What happens to ``name`` at T = ``num_tokens`` (None: the active T), in words: method, source, reason, buffer."""
+        self._require_open()
+        communicator = self._names.get(name)
+        tokens = self.num_tokens if num_tokens is None else num_tokens
+        partition = TokenPartition.balanced(tokens, self.tp_size)
+        overflow = False
+        lines = []
+        try:
+            overflow = self._overflows(communicator, partition)
+        except CapacityError as error:
+            return f"{name} at T={tokens}: CapacityError: {error}"
+        decision = self._decide(communicator, tokens, overflow=overflow)
+        size_bytes = tokens * communicator.width * self.dtype.itemsize
+        lines.append(f"{name} at T={tokens}: {decision.method} ({communicator.config.direction})")
+        lines.append(f"  chosen by: {decision.source}: {decision.reason}")
+        lines.append(f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {communicator.width}], {size_bytes} bytes")
+        lines.append(f"  backend: {self.backend_name}: {self.backend_reason}")
+        lines.extend(f"  {note.level}: {note}" for note in self._config.notes if note.name == name)
+        return "\n".join(lines)
+
+    def plan(self) -> dict[str, Any]:
+        """The dispatch choices of all names: serialisable, with a hash; pin them with ``plan=``."""
+        names = {
+            c.name: (self._decide(c, None).method, c.is_reduce_scatter) for c in self._names if c.registered
+        }
+        return make_plan(names, self.tp_size, self.capacity_shape)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """A flat dict for each name that was called: calls, methods, T histogram, sequential and overflow counts."""
+        return {c.name: c.statistics.as_dict() for c in self._names if c.statistics.calls}
+
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes that this rank holds: registered memory by region, and the number of allocations since set-up began."""
+        channel = self.channel
+        report: dict[str, Any] = {"backend": self.backend_name, "symmetric_bytes": 0, "control_bytes": 0, "regions": {}}
+        report["allocations"] = 0 if channel is None else channel.num_allocations
+        if channel is not None:
+            report["symmetric_bytes"] = sum(arena.size_bytes for arena in channel.arenas)
+            for region in channel.regions.values():
+                report["regions"][region.name] = region.depth * region.slot_bytes
+            report["control_bytes"] = sum({id(r.arena): r.layout.control_bytes for r in channel.regions.values()}.values())
+        staging = [c._scatter_staging for c in self._names if c._scatter_staging is not None]
+        report["staging_bytes"] = sum(tensor.numel() * tensor.element_size() for tensor in staging)
+        report["transient_staging_bytes"] = self.capacity_shape[0] * self.capacity_shape[1] * self.dtype.itemsize
+        return report
+
+    # -- end of life ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Wait for the device and raise what went wrong. Call it before ``optimizer.step()``."""
+        self._require_open()
+        if self.channel is None:
+            return
+        self.channel.check()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.channel.check()
+
+    def close(self) -> None:
+        """Free everything. Collective, but local after an error; idempotent."""
+        if not self._closed:
+            self._closed = True
+            if self.channel is not None:
+                self.channel.close()
+            self._names.forget()
+
+    def abort(self) -> None:
+        """End at once, without waiting for anybody; peers get PeerTimeoutError. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            if self.channel is not None:
+                self.channel.abort()
+            self._names.forget()
+
+    def __enter__(self) -> UserBufferManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise NotInitializedError("this manager was closed; create a new one")
+
+    def require_input(self, x: torch.Tensor, what: str) -> None:
+        """Raise ActiveShapeError unless ``x`` is 2-D and on this manager's device, in its dtype."""
+        if x.dim() != 2:
+            raise ActiveShapeError(f"{what} must be 2-D [tokens, features], got {list(x.shape)}; flatten batch and sequence")
+        if x.dtype != self.dtype:
+            raise ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {self.dtype}; cast it")
+        if x.device != self.device:
+            raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")

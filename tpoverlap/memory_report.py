@@ -1,0 +1,69 @@
+"""How much registered memory a manager takes: before (`memory_estimate`) and after (`UserBufferManager.memory_report`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tpoverlap.config import resolve
+from tpoverlap.config.resolver import ConfigSource
+from tpoverlap.memory import ArenaLayout, RegionSpec
+from tpoverlap.memory.layout import gather_slot_bytes, scatter_slot_bytes
+from tpoverlap.setup import parse_capacity
+
+
+def default_max_rows(capacity_tokens: int, tp_size: int) -> int:
+    """ceil(C / R): enough for every balanced partition."""
+    return -(-capacity_tokens // tp_size)
+
+
+def standard_regions(
+    capacity_tokens: int, width: int, itemsize_bytes: int, tp_size: int, max_rows_per_rank: int, suffix: str = ""
+) -> tuple[RegionSpec, RegionSpec]:
+    """The two regions that all names of one width share: all-gather and reduce-scatter."""
+    return (
+        RegionSpec(f"ag{suffix}", gather_slot_bytes(capacity_tokens, width, itemsize_bytes)),
+        RegionSpec(f"rs{suffix}", scatter_slot_bytes(max_rows_per_rank, width, itemsize_bytes, tp_size)),
+    )
+
+
+def memory_estimate(
+    capacity_shape: tuple[int, int],
+    tp_size: int,
+    ub_cfgs: ConfigSource = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_rows_per_rank: int | None = None,
+) -> dict[str, Any]:
+    """Bytes a rank that ``UserBufferManager`` would register. No device, no process group.
+
+    Args:
+        capacity_shape: (C, H).
+        tp_size: R.
+        ub_cfgs: checked; every name shares the same two regions, so options change nothing but staging.
+        dtype: of the communicated activation.
+        max_rows_per_rank: as for the manager.
+
+    Returns:
+        ``symmetric_bytes`` (all of it), ``control_bytes``, ``regions`` (bytes by name), ``staging_bytes`` (the most
+        that one reduce-scatter takes from torch's allocator while it runs), ``transformer_engine_bytes`` (the twelve
+        buffers of TE at the same shape, for comparison).
+    """
+    capacity_tokens, width = parse_capacity(capacity_shape)
+    resolve(ub_cfgs, tp_size)
+    rows = default_max_rows(capacity_tokens, tp_size) if max_rows_per_rank is None else max_rows_per_rank
+    itemsize = dtype.itemsize
+    if tp_size == 1:
+        layout = ArenaLayout(1, ())
+        total, control = 0, 0
+    else:
+        layout = ArenaLayout(tp_size, standard_regions(capacity_tokens, width, itemsize, tp_size, rows))
+        total, control = layout.total_bytes, layout.control_bytes
+    return {
+        "symmetric_bytes": total,
+        "control_bytes": control,
+        "regions": {spec.name: spec.depth * spec.slot_bytes for spec in layout.regions},
+        "staging_bytes": capacity_tokens * width * itemsize,
+        "transformer_engine_bytes": 12 * capacity_tokens * width * itemsize,
+    }

@@ -1,0 +1,187 @@
+"""Names of a manager: which communicators exist, and what a layer's three are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tpoverlap.communicator import CommOverlap, CommOverlapP2P, LayerCommunicators
+from tpoverlap.config import KNOWN_NAMES, OverlapConfig, ResolvedConfig, default_config
+from tpoverlap.errors import ConfigError, NotInitializedError
+
+if TYPE_CHECKING:
+    from tpoverlap.manager import UserBufferManager
+
+logger = logging.getLogger("tpoverlap")
+
+
+class NameTable:
+    """Name -> communicator. Names are independent: one that is missing affects itself alone."""
+
+    def __init__(
+        self, manager: UserBufferManager, config: ResolvedConfig, width: int, max_tokens: int, max_rows_per_rank: int
+    ) -> None:
+        self._manager = manager
+        self._config = config
+        self._width = width
+        self._max_tokens = max_tokens
+        self._max_rows_per_rank = max_rows_per_rank
+        self._table: dict[str, CommOverlap] = {}
+        self._layers: dict[tuple[str, bool], LayerCommunicators] = {}
+        self._said: set[str] = set()
+        for name, options in config.names.items():
+            self._add(name, options)
+
+    def __iter__(self) -> Iterator[CommOverlap]:
+        return iter(self._table.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._table
+
+    def get(self, name: str) -> CommOverlap:
+        """The communicator of a GEMM name.
+
+        Raises:
+            ConfigError: it was not registered; lists what was.
+        """
+        try:
+            return self._table[name]
+        except KeyError:
+            raise ConfigError(
+                f"no communicator is named {name!r}; registered: {', '.join(sorted(self._table))}. "
+                f"Add it with mgr.register({name!r}, width=...) or in ub_cfgs"
+            ) from None
+
+    def config_source(self, name: str) -> str:
+        """ "explicit" or "default"."""
+        return self._config.source(name)
+
+    def register(
+        self,
+        name: str,
+        width: int,
+        max_tokens: int,
+        max_rows_per_rank: int,
+        gather_region: str,
+        scatter_region: str,
+    ) -> None:
+        """Add a layer ``name`` (its fprop, dgrad and wgrad), or a single GEMM if the name says which.
+
+        Raises:
+            ConfigError: a name exists already with another width or capacity.
+        """
+        for gemm_name in _gemm_names(name):
+            existing = self._table.get(gemm_name)
+            if existing is not None and gemm_name in KNOWN_NAMES:
+                raise ConfigError(f"{gemm_name} is registered already, at width {existing.width}; pick another name")
+            options = self._config.get(gemm_name) or _default_for(gemm_name, False, self._manager.tp_size)
+            self._add(
+                gemm_name,
+                options,
+                width=width,
+                max_tokens=max_tokens,
+                max_rows_per_rank=max_rows_per_rank,
+                gather_region=gather_region,
+                scatter_region=scatter_region,
+            )
+        self._layers = {key: layer for key, layer in self._layers.items() if key[0] != name}
+
+    def layer(self, name: str, *, row: bool = False) -> LayerCommunicators:
+        """fprop, dgrad and wgrad of a column layer (all-gather in fprop), or of a ``row`` one (reduce-scatter).
+
+        An unregistered name gets communicators that run sequentially, and one log line says so.
+        """
+        key = (name, row)
+        if key not in self._layers:
+            self._layers[key] = self._make_layer(name, row)
+        return self._layers[key]
+
+    def _make_layer(self, name: str, row: bool) -> LayerCommunicators:
+        fprop = self._phase(name, "fprop", scatter=row, method="ring_exchange")
+        if row:
+            return LayerCommunicators(
+                self._manager, name, fprop, self._phase(name, "dgrad", scatter=False, method="ring_exchange"), None
+            )
+        dgrad = self._phase(name, "dgrad", scatter=None, method="bulk")
+        wgrad = None if dgrad.is_reduce_scatter else self._phase(name, "wgrad", scatter=True, method="bulk")
+        return LayerCommunicators(self._manager, name, fprop, dgrad, wgrad)
+
+    def _phase(self, layer: str, phase: str, *, scatter: bool | None, method: str) -> CommOverlap:
+        """One phase's communicator; ``scatter`` None: as configured, else the direction that it must have."""
+        name = f"{layer}_{phase}"
+        existing = self._table.get(name)
+        tp_size = self._manager.tp_size
+        if existing is None:
+            self._say_once(
+                name, f"{name} is not registered: it runs without overlap (other names are not affected). "
+                f"mgr.register({layer!r}, width=...) or an entry in ub_cfgs registers it"
+            )
+            options = default_config("unregistered", bool(scatter), tp_size)
+            return self._make(name, replace(options, method="sequential"), registered=False)
+        if name in KNOWN_NAMES or self._config.source(name) == "explicit":
+            if scatter is not None and existing.is_reduce_scatter != scatter:
+                used = "reduce-scatter" if scatter else "all-gather"
+                raise ConfigError(
+                    f"{name} is configured for {existing.config.direction}, but this layer uses it for {used}; "
+                    "use the matching parallel mode, or another name"
+                )
+            return existing
+        # A user's own name without options: the direction follows the use.
+        options = replace(_default_for(name, bool(scatter), tp_size), method=method, is_reduce_scatter=bool(scatter))
+        return self._add_like(existing, options)
+
+    def _add_like(self, existing: CommOverlap, options: OverlapConfig) -> CommOverlap:
+        if existing.config == options:
+            return existing
+        return self._add(
+            existing.name,
+            options,
+            width=existing.width,
+            max_tokens=existing.max_tokens,
+            max_rows_per_rank=existing.max_rows_per_rank,
+            gather_region=existing.gather_region,
+            scatter_region=existing.scatter_region,
+        )
+
+    def _add(self, name: str, options: OverlapConfig, **where: object) -> CommOverlap:
+        communicator = self._make(name, options, **where)
+        self._table[name] = communicator
+        return communicator
+
+    def _make(self, name: str, options: OverlapConfig, **where: object) -> CommOverlap:
+        kind: Callable[..., CommOverlap] = CommOverlapP2P if options.method == "ring_exchange" else CommOverlap
+        defaults: dict[str, object] = {
+            "width": self._width,
+            "max_tokens": self._max_tokens,
+            "max_rows_per_rank": self._max_rows_per_rank,
+            "gather_region": "ag",
+            "scatter_region": "rs",
+        }
+        return kind(self._manager, name, options, **(defaults | where))
+
+    def _say_once(self, key: str, message: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            logger.warning(message)
+
+    def forget(self) -> None:
+        """Drop everything (the manager was closed)."""
+        self._table.clear()
+        self._layers.clear()
+
+    def require_open(self) -> None:
+        """Raise NotInitializedError after `forget`."""
+        if not self._table:
+            raise NotInitializedError("this manager was closed; create a new one")
+
+
+def _gemm_names(name: str) -> tuple[str, ...]:
+    if name.endswith(("_fprop", "_dgrad", "_wgrad")):
+        return (name,)
+    return (f"{name}_fprop", f"{name}_dgrad", f"{name}_wgrad")
+
+
+def _default_for(name: str, scatter: bool, tp_size: int) -> OverlapConfig:
+    return default_config("unregistered" if name in KNOWN_NAMES else name, scatter, tp_size)

@@ -1,0 +1,143 @@
+"""The functions users call: argument checks, then the autograd functions of `column`, `row` and `bulk`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tpoverlap.communicator import CommOverlap, Communicators
+from tpoverlap.errors import ActiveShapeError
+from tpoverlap.nn.bulk import BulkAllGather, BulkReduceScatter
+from tpoverlap.nn.column import ColumnLinear
+from tpoverlap.nn.inputs import (
+    as_layer,
+    full_partition,
+    require_matmul,
+    require_output_width,
+    shard_partition,
+)
+from tpoverlap.nn.row import RowLinear
+from tpoverlap.tokens import TokenPartition
+
+Bias = torch.Tensor | Sequence[torch.Tensor | None] | None
+
+
+def all_gather_gemm(
+    x_shard_t: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    comm: Communicators,
+    bias: Bias = None,
+    partition: TokenPartition | None = None,
+    return_gathered: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """y = all_gather(x_shard_t) @ weight.T + bias, with the gather hidden behind the GEMM. Differentiable.
+
+    Args:
+        x_shard_t: [T_r, K], this rank's rows, in the manager's dtype.
+        weight: [N, K], or several weights that share one gather (and one reduce-scatter in backward).
+        comm: ``mgr.layer(name)``, or one of its communicators.
+        bias: [N], or one (or None) a weight.
+        partition: rows of each rank; None: the active shape, else T = R * T_r.
+        return_gathered: also return the gathered x, an ordinary differentiable [T, K] tensor.
+
+    Returns:
+        [T, N]; a tuple of them for several weights; the gathered x comes last if asked for.
+
+    Raises:
+        ActiveShapeError: a tensor contradicts the active shape, the registered width, the dtype or the device.
+        CapacityError: T does not fit. ConfigError: ``comm`` is for reduce-scatter.
+        RankMismatchError, PeerTimeoutError: see docs/protocol.md.
+    """
+    layer = as_layer(comm, row=False)
+    weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
+    biases = [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
+    if not weights or len(biases) != len(weights):
+        raise ActiveShapeError(f"{layer.name}: {len(weights)} weights but {len(biases)} biases")
+    resolved = shard_partition(layer.fprop, x_shard_t, partition)
+    require_matmul(layer.fprop, x_shard_t, weights)
+    for one_weight, one_bias in zip(weights, biases, strict=True):
+        _require_bias(layer.name, one_weight, one_bias)
+    outputs = ColumnLinear.apply(
+        layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases
+    )
+    return outputs[0] if isinstance(weight, torch.Tensor) and not return_gathered else outputs
+
+
+def gemm_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    comm: Communicators,
+    bias: torch.Tensor | None = None,
+    partition: TokenPartition | None = None,
+) -> torch.Tensor:
+    """y_shard = reduce_scatter(x @ weight.T) + bias, with the scatter hidden behind the GEMM. Differentiable.
+
+    Args:
+        x: [T, K], all tokens, this rank's features.
+        weight: [N, K]; N is the communicated width.
+        comm: ``mgr.layer(name)``, or one of its communicators.
+        bias: [N], added once by the rank that owns the row. Its gradient covers own rows only: see
+            `sync_replicated_grads`.
+        partition: rows of each rank; None: the active shape, else balanced.
+
+    Returns:
+        [T_r, N]: float32 sum in rank order of partial sums rounded once, rounded once.
+
+    Raises:
+        As `all_gather_gemm`.
+    """
+    layer = as_layer(comm, row=True)
+    resolved = full_partition(layer.fprop, x, partition)
+    require_matmul(layer.fprop, x, [weight])
+    require_output_width(layer.fprop, weight.shape[0])
+    _require_bias(layer.name, weight, bias)
+    result: torch.Tensor = RowLinear.apply(layer, resolved, x, weight, bias)
+    return result
+
+
+def bulk_all_gather(
+    x_shard_t: torch.Tensor,
+    comm: CommOverlap,
+    gemm: tuple[torch.Tensor, torch.Tensor],
+    partition: TokenPartition | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(all_gather(x_shard_t) [T, H], a @ b.T) for ``gemm=(a, b)``, the gather beside the independent GEMM."""
+    resolved = shard_partition(comm, x_shard_t, partition)
+    a, b = _require_operands(comm, gemm)
+    gathered, product = BulkAllGather.apply(comm, resolved, x_shard_t, a, b)
+    return gathered, product
+
+
+def bulk_reduce_scatter(
+    y: torch.Tensor,
+    comm: CommOverlap,
+    gemm: tuple[torch.Tensor, torch.Tensor],
+    partition: TokenPartition | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(reduce_scatter(y) [T_r, H], a @ b.T) for ``gemm=(a, b)``, the scatter beside the independent GEMM."""
+    resolved = full_partition(comm, y, partition, "y")
+    require_output_width(comm, y.shape[1])
+    a, b = _require_operands(comm, gemm)
+    shard, product = BulkReduceScatter.apply(comm, resolved, y, a, b)
+    return shard, product
+
+
+def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = gemm
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dim() != 2:
+            raise ActiveShapeError(f"{comm.name}: gemm operand {name} must be 2-D, got {list(operand.shape)}")
+    if a.shape[1] != b.shape[1] or a.dtype != b.dtype:
+        raise ActiveShapeError(
+            f"{comm.name}: gemm=(a, b) computes a @ b.T, but a is {list(a.shape)} {a.dtype} and b {list(b.shape)} {b.dtype}"
+        )
+    return a, b
+
+
+def _require_bias(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ActiveShapeError(
+            f"{name}: the bias is {list(bias.shape)} {bias.dtype}, the weight {list(weight.shape)} {weight.dtype} "
+            f"needs [{weight.shape[0]}]"
+        )

@@ -1,0 +1,120 @@
+"""What every function of this layer does first: resolve the communicators and the partition, and refuse bad tensors.
+
+Everything here runs before any rank waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tpoverlap.communicator import CommOverlap, Communicators, LayerCommunicators
+from tpoverlap.errors import ActiveShapeError, ConfigError
+from tpoverlap.nn.recompute import note_shape
+from tpoverlap.tokens import TokenPartition
+
+
+def as_layer(comm: Communicators, *, row: bool) -> LayerCommunicators:
+    """The three communicators to use, from a layer or from one of its communicators.
+
+    Raises:
+        ConfigError: ``comm`` is something else, or communicates in the other direction.
+    """
+    if isinstance(comm, LayerCommunicators):
+        return comm.manager.layer(comm.name, row=row)
+    if isinstance(comm, CommOverlap):
+        base, _, phase = comm.name.rpartition("_")
+        if phase == "fprop" and base:
+            return comm.manager.layer(base, row=row)
+        require_direction(comm, scatter=row)
+        generic = comm.manager.layer("qkv" if not row else "proj", row=row)
+        return LayerCommunicators(comm.manager, comm.name, comm, generic.dgrad, generic.wgrad)
+    raise ConfigError(f"comm must be a communicator or mgr.layer(...), got {type(comm).__name__}")
+
+
+def require_direction(comm: CommOverlap, *, scatter: bool) -> None:
+    """Raise ConfigError when ``comm`` is configured for the other direction."""
+    if comm.is_reduce_scatter != scatter:
+        used = "reduce-scatter" if scatter else "all-gather"
+        raise ConfigError(f"{comm.name} is configured for {comm.config.direction}, but it is used for {used}")
+
+
+def shard_partition(
+    comm: CommOverlap, x_shard_t: torch.Tensor, partition: TokenPartition | None, what: str = "x_shard_t"
+) -> TokenPartition:
+    """The partition whose own rows ``x_shard_t`` [T_r, H] holds: explicit, else active, else T = R * T_r.
+
+    Raises:
+        ActiveShapeError: the input contradicts it, or its width, dtype or device is wrong. CapacityError: too large.
+    """
+    manager = comm.manager
+    manager.require_input(x_shard_t, what)
+    _require_width(comm, x_shard_t, what)
+    resolved = _active(comm, partition)
+    if resolved is None:
+        if x_shard_t.shape[0] == 0:
+            raise ActiveShapeError(f"{comm.name}: T cannot be inferred from an empty shard; set the active shape")
+        resolved = TokenPartition.even(x_shard_t.shape[0] * manager.tp_size, manager.tp_size)
+    own = resolved.counts[manager.rank]
+    if x_shard_t.shape[0] != own:
+        raise ActiveShapeError(
+            f"{comm.name}: {what} has {x_shard_t.shape[0]} rows, but rank {manager.rank} owns {own} of the active "
+            f"T={resolved.total} (rows a rank: {list(resolved.counts)}); set the active shape of this microbatch"
+        )
+    comm.require_capacity(resolved)
+    return resolved
+
+
+def full_partition(
+    comm: CommOverlap, x: torch.Tensor, partition: TokenPartition | None, what: str = "x"
+) -> TokenPartition:
+    """The partition of ``x`` [T, ...]: explicit, else active, else balanced over its rows. Raises as above."""
+    manager = comm.manager
+    manager.require_input(x, what)
+    resolved = _active(comm, partition)
+    if resolved is None:
+        if x.shape[0] == 0:
+            raise ActiveShapeError(f"{comm.name}: {what} has no row")
+        resolved = TokenPartition.balanced(x.shape[0], manager.tp_size)
+    if x.shape[0] != resolved.total:
+        raise ActiveShapeError(
+            f"{comm.name}: {what} has {x.shape[0]} rows, but the active shape says T={resolved.total}; "
+            "set the active shape of this microbatch"
+        )
+    comm.require_capacity(resolved)
+    return resolved
+
+
+def require_matmul(comm: CommOverlap, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    """Raise ActiveShapeError unless every weight is [N, K] with the input's K, dtype and device."""
+    for weight in weights:
+        comm.manager.require_input(weight, f"{comm.name}: weight")
+        if weight.shape[1] != x.shape[1]:
+            raise ActiveShapeError(
+                f"{comm.name}: x has {x.shape[1]} features, the weight {list(weight.shape)} takes {weight.shape[1]}"
+            )
+
+
+def require_output_width(comm: CommOverlap, num_features: int) -> None:
+    """Raise ActiveShapeError unless a reduce-scattered output has the registered width."""
+    if num_features != comm.width:
+        raise ActiveShapeError(
+            f"{comm.name}: the communicated output has {num_features} features, but width {comm.width} was registered; "
+            "register another name with mgr.register(name, width=...)"
+        )
+
+
+def _require_width(comm: CommOverlap, x: torch.Tensor, what: str) -> None:
+    if x.shape[1] != comm.width:
+        raise ActiveShapeError(
+            f"{comm.name}: {what} has {x.shape[1]} features, but width {comm.width} was registered; "
+            "register another name with mgr.register(name, width=...)"
+        )
+
+
+def _active(comm: CommOverlap, partition: TokenPartition | None) -> TokenPartition | None:
+    note_shape(comm.manager.active)
+    if partition is not None:
+        return comm.manager.active.parse(None, partition)
+    return comm.partition

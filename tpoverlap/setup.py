@@ -1,0 +1,121 @@
+"""What a manager needs to know before it allocates: group, device, time-out; and that all ranks were told the same."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpoverlap.errors import ActiveShapeError, ConfigError, NotInitializedError, RankMismatchError, TpOverlapError
+from tpoverlap.memory.base import agree
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BACKENDS = ("auto", "shared", "cuda", "process_group")
+OVERFLOW_MODES = ("error", "sequential")
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every rank must have been given alike; compared at set-up, before anything is allocated."""
+
+    capacity_shape: tuple[int, int]
+    dtype: str
+    device_type: str
+    backend: str
+    timeout_s: float
+    on_overflow: str
+    max_rows_per_rank: int
+    config_digest: str
+
+
+def resolve_group(group: Any) -> ProcessGroup:
+    """The process group of ``group``: a ProcessGroup, a 1-D DeviceMesh, or None for the default group."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise NotInitializedError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
+    if group is None:
+        return dist.group.WORLD  # type: ignore[return-value]  # not None once initialised
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(f"group must be a 1-D DeviceMesh, got {group.ndim} dimensions; pass mesh['tp']")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
+    return group
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """An explicit device with an index; None: this process's current GPU if there is any, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be a cpu or cuda device, got {resolved}")
+    if resolved.type == "cuda" and resolved.index is None:
+        resolved = torch.device("cuda", torch.cuda.current_device())
+    return resolved
+
+
+def resolve_timeout(timeout_s: float | None, group: ProcessGroup, device: torch.device) -> float:
+    """``timeout_s``, or the group's own time-out: a healthy rank may write a checkpoint for minutes."""
+    if timeout_s is None:
+        try:
+            group_timeout: timedelta = group._get_backend(device).options._timeout
+        except (RuntimeError, AttributeError):
+            return DEFAULT_TIMEOUT_S
+        return group_timeout.total_seconds()
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
+    return float(timeout_s)
+
+
+def parse_capacity(capacity_shape: Any) -> tuple[int, int]:
+    """(C, H) as positive integers.
+
+    Raises:
+        ActiveShapeError: not two positive integers.
+    """
+    try:
+        dims = tuple(operator.index(length) for length in capacity_shape)
+    except TypeError as error:
+        raise ActiveShapeError(f"capacity_shape must be (C, H) in integers, got {capacity_shape!r}") from error
+    if len(dims) != 2 or min(dims) < 1:
+        raise ActiveShapeError(f"capacity_shape must be (C, H) with C, H >= 1, got {tuple(dims)}")
+    return dims[0], dims[1]
+
+
+def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is not supported; use one of {', '.join(map(str, choices))}")
+
+
+def require_agreement(group: ProcessGroup, settings: Settings | TpOverlapError) -> Settings:
+    """Every rank's settings, or error, compared on every rank. Collective.
+
+    A rank whose own arguments are illegal takes part with its error: if it raised at once, its peers would wait for it.
+
+    Raises:
+        TpOverlapError: this rank's own error, or that another rank has one.
+        RankMismatchError: settings differ; names each rank's value.
+    """
+    message = f"{type(settings).__name__}: {settings}" if isinstance(settings, Exception) else None
+    answers = agree(group, (message, None if isinstance(settings, Exception) else asdict(settings)))
+    if isinstance(settings, Exception):
+        raise settings
+    for rank, (error, _) in enumerate(answers):
+        if error is not None:
+            raise ConfigError(f"rank {rank} could not set up: {error}")
+    for key, own in asdict(settings).items():
+        values = [answer[key] for _, answer in answers]
+        if any(value != own for value in values):
+            raise RankMismatchError(f"ranks were given different {key}: {dict(enumerate(values))}; pass the same everywhere")
+    return settings

@@ -1,0 +1,149 @@
+"""Transformer Engine's names on tpoverlap's default manager.
+
+For layers that call tpoverlap. Transformer Engine's *own* layers keep using Transformer Engine's own buffers: importing
+this module does not change them.
+
+The default manager is the only module-level state of the package; everything else takes a manager.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from tpoverlap.communicator import CommOverlap, CommOverlapP2P
+from tpoverlap.errors import ConfigError, NotInitializedError
+from tpoverlap.manager import UserBufferManager
+from tpoverlap.setup import resolve_group
+
+__all__ = [
+    "CommOverlap",
+    "CommOverlapP2P",
+    "CommOverlapType",
+    "UserBufferQuantizationMode",
+    "destroy_ub",
+    "get_manager",
+    "get_ub",
+    "initialize_ub",
+    "is_ub_initialized",
+    "set_ub_active_shape",
+]
+
+logger = logging.getLogger("tpoverlap")
+
+
+class UserBufferQuantizationMode(Enum):
+    """Whether a buffer holds quantised bytes. FP8 is not in this release."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+class CommOverlapType(Enum):
+    """Direction of an overlap."""
+
+    AG = 0
+    RS = 1
+
+
+_default: list[UserBufferManager] = []
+
+
+def initialize_ub(
+    shape: Sequence[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: list[UserBufferQuantizationMode] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Any = None,
+    bootstrap_backend: str | None = None,
+    with_cublasmp: bool = False,
+    *,
+    tp_group: Any = None,
+    **options: Any,
+) -> UserBufferManager:
+    """Register the default manager's buffers at capacity ``shape`` = [C, H]. Collective.
+
+    Args:
+        shape: the capacity; microbatches set less with `set_ub_active_shape`.
+        tp_size: must be the size of ``tp_group``.
+        use_fp8, quantization_modes: only False / [NONE] in this release.
+        ub_cfgs: options by name; a list of one a mode is accepted (the first, for NONE, is used).
+        bootstrap_backend, with_cublasmp: accepted, reported as ignored: set-up uses the process group itself.
+        tp_group: ours: the tensor-parallel group; None: the default group, if it has tp_size ranks, else the block of
+            tp_size consecutive ranks that this rank belongs to (as Transformer Engine does).
+        options: further arguments of `UserBufferManager` (``device=``, ``timeout_s=``, ...).
+
+    Raises:
+        ConfigError: initialised already, FP8 asked for, or tp_size is not the group's size.
+    """
+    if _default:
+        raise ConfigError("initialize_ub was called twice: call destroy_ub() first")
+    modes = list(quantization_modes or [])
+    if use_fp8:
+        modes.append(UserBufferQuantizationMode.FP8)
+    for name, value in (("bootstrap_backend", bootstrap_backend), ("with_cublasmp", with_cublasmp)):
+        if value:
+            logger.warning("initialize_ub: %s=%r is ignored: set-up goes through the process group", name, value)
+    if isinstance(ub_cfgs, list | tuple):
+        ub_cfgs = ub_cfgs[0] if ub_cfgs else None
+    group = _tp_group(tp_group, tp_size)
+    if group.size() != tp_size:
+        raise ConfigError(f"tp_size={tp_size}, but the group has {group.size()} ranks")
+    manager = UserBufferManager(
+        group,
+        (shape[0], shape[1]) if len(shape) == 2 else tuple(shape),  # type: ignore[arg-type]  # refused by the manager
+        dtype,
+        ub_cfgs=ub_cfgs,
+        quantization_modes=modes,
+        **options,
+    )
+    _default.append(manager)
+    return manager
+
+
+def _tp_group(tp_group: Any, tp_size: int) -> Any:
+    import torch.distributed as dist
+
+    group = resolve_group(tp_group)
+    if tp_group is not None or group.size() == tp_size:
+        return group
+    if group.size() % tp_size:
+        raise ConfigError(f"{group.size()} ranks cannot be cut into groups of tp_size={tp_size}; pass tp_group=")
+    first = group.rank() // tp_size * tp_size
+    return dist.new_group(list(range(first, first + tp_size)), use_local_synchronization=True)
+
+
+def get_manager() -> UserBufferManager:
+    """The default manager. Raises NotInitializedError before `initialize_ub`."""
+    if not _default:
+        raise NotInitializedError("call tpoverlap.te.initialize_ub(shape, tp_size, ...) first")
+    return _default[0]
+
+
+def set_ub_active_shape(shape: Sequence[int]) -> None:
+    """[T, H] of the next operations on all buffers. Local, asynchronous."""
+    get_manager().set_active_shape(shape)
+
+
+def get_ub(name: str, use_fp8: bool = False) -> CommOverlap:
+    """The communicator of a GEMM name."""
+    manager = get_manager()
+    if use_fp8:
+        raise ConfigError(f"get_ub({name!r}, use_fp8=True): FP8 buffers are not in this release; use_fp8=False works")
+    return manager.get(name)
+
+
+def is_ub_initialized() -> bool:
+    """Whether `initialize_ub` was called and `destroy_ub` was not."""
+    return bool(_default)
+
+
+def destroy_ub() -> None:
+    """Free the default manager. Collective; nothing happens when there is none."""
+    while _default:
+        _default.pop().close()
