@@ -22,7 +22,7 @@ from torch import nn
 
 import tpoverlap as tpo
 
-CAPACITY, HIDDEN, FFN, VOCAB = 256, 64, 256, 97  # at most CAPACITY tokens in a microbatch, ever
+CAPACITY, HIDDEN, FFN, VOCAB = 256, 64, 240, 97  # at most CAPACITY tokens in a microbatch, ever
 NUM_STEPS = 30
 
 

@@ -187,8 +187,8 @@ def test_twice_outside_the_overlap_section_is_none_of_our_business(tmp_path: Pat
 
 
 def test_anchors_merge_keys_and_cycles(tmp_path: Path) -> None:
-    text = "common: &c {method: ring_exchange, aggregate: 1}\nqkv_fprop: {<<: *c}\nfc1_fprop: {<<: *c, aggregate: 0}\n"
-    with pytest.warns(ConfigWarning):  # 'common' is a mapping of option keys, so it registers a name
+    text = "a: &a {aggregate: 1}\nb: &b {num_sm: 2}\nqkv_fprop: {<<: *a, <<: *b}\nfc1_fprop: {<<: *a, aggregate: 0}\n"
+    with pytest.warns(ConfigWarning):  # 'a' and 'b' are mappings of option keys, so they register names
         config = resolve(write(tmp_path / "c.yaml", text), 2)
     assert (config.names["qkv_fprop"].aggregate, config.names["fc1_fprop"].aggregate) == (True, False)
     with pytest.warns(ConfigWarning, match="'a'"):

@@ -177,3 +177,19 @@ def test_tp_size_is_checked(tp_size: Any) -> None:
         resolve(None, tp_size)
     with pytest.raises(ConfigError, match="tp_size must be"):
         check(None, tp_size)
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("method", ["bulk"], [None, 1, True, ["bulk"]]),
+        ("aggregate", [True, False, 0, 1], [2, -1, 1.0, "1", "true", None, []]),
+        ("num_sm", [1, 132, 2**31 - 1], [True, False, 1.0, "4", None, 2**31, [4]]),
+        ("comm_priority", [None, 0, -5, 3], [True, "high", -1.0, 2**40]),
+    ],
+)
+def test_value_types(key: str, good: list[Any], bad: list[Any]) -> None:
+    for value in good:
+        assert found({"qkv_dgrad": {key: value}}, "value-type") == [], value
+    for value in bad:
+        assert found({"qkv_dgrad": {key: value}}, "value-type") == [("qkv_dgrad", key)], value

@@ -17,6 +17,7 @@ BROKEN = {
     "poison_once": "(k) waiters are poisoned once, although a late peer overwrites the poison with its genuine flag",
     "waiter_first": "(l) one hardware queue, and the waits of an operation are enqueued before its sends",
     "host_publishes": "(m) the host publishes descriptors when it issues, not in stream order",
+    "deaf_check": "(o) a rank without unfinished work does not look at its abort words",
     "grant_after_send": "(n) the credit of a held slot is enqueued after the sends of the operation that ends the hold",
 }
 """Broken variants. (d), depth 1 with the credit of two uses ago, is ``Config(depth=1, credit_lag=2)``."""
@@ -30,7 +31,8 @@ class Config:
         tp_size: R.
         ops: one letter an operation, in the order of the sequence numbers: A uses the all-gather region, R the
             reduce-scatter region; lower case: the slot is *held* (``get_buffer``), its last reader may run until
-            this rank starts the next-but-one operation on the region.
+            this rank starts the next-but-one operation on the region; S only compares descriptors (the
+            ``sequential`` method, which moves its rows with plain collectives).
         depth: slots a region.
         credit_lag: a source waits for the credit of ``u - credit_lag``; None: ``depth``, as it must be.
         ring: descriptors kept for each source.
@@ -41,7 +43,6 @@ class Config:
             False frees the senders of every event, so that credits alone must protect slots.
         caller_streams: 2 gives each region a caller's stream of its own.
         one_queue: all work of a rank in one hardware queue, in the order in which the engine enqueues it.
-        inline_publish: the caller itself publishes (the CPU engine) instead of the comm stream (CUDA).
         descriptor_wait: False models a consumer that looks at the descriptor only when the arrival flag is there.
         device: how errors work. False (CPU): waiters raise and the rank's remaining work is dropped. True (CUDA): a
             stream cannot be stopped; a mismatch stalls it, the watchdog poisons what it waits for, and everything
@@ -57,13 +58,12 @@ class Config:
     depth: int = 2
     credit_lag: int | None = None
     ring: int = 16
-    modulus: int = 8
-    first_epoch: int = 5
+    modulus: int = 16
+    first_epoch: int = 13
     pieces: int = 1
     gated: bool = True
     caller_streams: int = 1
     one_queue: bool = False
-    inline_publish: bool = False
     descriptor_wait: bool = True
     device: bool = False
     dies: int | None = None
@@ -75,8 +75,8 @@ class Config:
         unknown = set(self.broken) - set(BROKEN)
         if unknown:
             raise ValueError(f"unknown broken rules {sorted(unknown)}; there are {sorted(BROKEN)}")
-        if self.inline_publish and not self.gated:
-            raise ValueError("inline_publish needs gated=True: the caller publishes before it queues its sends")
+        if self.device and self.modulus // 2 < len(self.ops) + self.depth:
+            raise ValueError(f"modulus={self.modulus}: a poisoned rank runs through its whole queue, half of the epochs")
 
     @property
     def reducible(self) -> bool:

@@ -156,7 +156,8 @@ class Model:
             return None, False
         if pc == 0:
             code = max([state[self.raised[rank]], *(state[self.abort[rank][peer]] for peer in self.peers[rank])])
-            if code != OK:  # also after its last operation: mgr.check() has to raise
+            deaf = "deaf_check" in self.config.broken and self._done(state, rank)
+            if code != OK and not deaf:  # also after its last operation: mgr.check() has to raise
                 return self._fire(state, rank, code), True
             if rank in self.config.gives_up and not self._done(state, rank):
                 return self._fire(state, rank, self._diagnose(state, rank)), False
@@ -231,6 +232,8 @@ class Model:
                     return f"hang: rank {rank} has no error and waits for ever: {'; '.join(stuck)}"
                 if config.device:
                     return f"hang: rank {rank} has its error, but its streams never drain: {'; '.join(stuck)}"
+            if state[self.taint[rank]] and not error:
+                return f"silence: rank {rank} has consumed garbage and ends without an error"
             if error and config.dies is None and not config.gives_up and config.deviates is None:
                 return f"false alarm: rank {rank} ends in an error although every rank behaves"
             if config.deviates is not None and config.deviates[2] != "skip" and error != MISMATCH:

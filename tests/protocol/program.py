@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .config import Config
-from .words import FREE, MISMATCH, POISON, READ, STOPPED, WRITING, WRITTEN, Words, datum, describe, digest, record
+from .words import FREE, MISMATCH, POISON, READ, STOPPED, WRITING, WRITTEN, Words, datum, describe, digest, record, seq_of
 
 State = bytes | bytearray
 Guard = Callable[[State], bool]
@@ -77,13 +77,14 @@ class Op:
 
     rank: int
     seq: int
-    kind: str  # A or R: also its region
+    kind: str  # A or R: also its region; S uses none
     use: int  # 1, 2, ... within the region
     variant: int
     held: bool
 
     def __str__(self) -> str:
-        return f"op {self.seq} ({'AG' if self.kind == 'A' else 'RS'}, use {self.use})"
+        names = {"A": f"AG, use {self.use}", "R": f"RS, use {self.use}", "S": "sequential"}
+        return f"op {self.seq} ({names[self.kind]})"
 
 
 def build(config: Config) -> Code:
@@ -124,12 +125,11 @@ class _RankBuilder:
             self.reached = lambda flag, epoch: flag == POISON or (flag - epoch) % modulus < half
 
     def build(self) -> None:
-        config, broken = self.config, self.config.broken
-        comm = self._thread("comm")
-        callers = {"A": self._thread("caller")}
-        callers["R"] = self._thread("caller 2") if config.caller_streams == 2 else callers["A"]
-        host = self._thread("host")
-        uses = {"A": 0, "R": 0}
+        config = self.config
+        comm, caller, host = self._thread("comm"), self._thread("caller"), self._thread("host")
+        other = self._thread("caller 2") if config.caller_streams == 2 else caller
+        callers = {"A": caller, "R": other, "S": caller}
+        uses = dict.fromkeys(callers, 0)
         held: dict[tuple[str, int], Op] = {}
         for number, (letter, variant) in enumerate(config.rank_ops(self.rank)):
             kind = letter.upper()
@@ -137,45 +137,49 @@ class _RankBuilder:
             op = Op(self.rank, number + 1, kind, uses[kind], variant, letter.islower())
             if op.held:
                 held[kind, op.use] = op
-            caller = callers[kind]
-            publish = [step for peer in self.destinations for step in self._publish(op, peer)]
-            late = "late_descriptor" in broken
-            grants: list[Step] = []
             ended = held.pop((kind, op.use - config.depth), None)
-            if ended is not None:
-                reads = [s for source in self.sources for s in self._reads(ended, caller, source, arrival=False)]
-                grants = reads + self._credits(ended)
-            head = [] if "grant_after_send" in broken else grants
-            if config.inline_publish:
-                head = head + publish
-            head = head + self._start(op, caller)
-            sends = self._sends(op, caller, publish if late else [])
-            if not (config.inline_publish or late or "host_publishes" in broken):
-                sends[1:1] = publish  # after the gate
-            if "host_publishes" in broken:
-                host.steps += publish
-            receives = self._receives(op, caller)
-            if "credit_before_read" in broken:
-                receives[-1:-1] = self._credits(op)
-            tail = [self._join(op)]
-            if "grant_after_send" in broken:
-                tail = grants + tail
-            if not op.held and "credit_before_read" not in broken:
-                tail += self._credits(op)
-            if config.one_queue:
-                order = (receives, sends) if "waiter_first" in broken else (sends, receives)
-                caller.steps += head + order[0] + order[1] + tail
-            else:
-                comm.steps += sends
-                caller.steps += head + receives + tail
-        for caller in callers.values():
-            if config.gives_up and caller.steps and caller.steps[-1].label != "end":
-                caller.steps.append(Step("end"))  # not eager: whether a rank can still give up depends on it
-        for thread in (comm, callers["A"], callers["R"], host):
+            self._operation(op, ended, comm, callers[kind], host)
+        for thread in (comm, caller, other, host):
             if thread.steps and thread not in self.code.threads:
+                if config.gives_up and thread in callers.values():
+                    thread.steps.append(Step("end"))  # not eager: whether a rank can still give up depends on it
                 self.code.threads.append(thread)
         self.code.waited.append(self.waited)
         self.code.differs.append(self.differs)
+
+    def _operation(self, op: Op, ended: Op | None, comm: Thread, caller: Thread, host: Thread) -> None:
+        """Append one operation's steps; ``ended`` is the held use whose hold it ends."""
+        broken = self.config.broken
+        publish = [step for peer in self.destinations for step in self._publish(op, peer)]
+        if op.kind == "S":
+            expect = [step for source in self.sources for step in self._expect(op, caller, source)]
+            caller.steps += self._start(op, caller) + publish + expect
+            return
+        grants: list[Step] = []
+        if ended is not None:
+            reads = [s for source in self.sources for s in self._reads(ended, source, arrival=False)]
+            grants = reads + self._credits(ended)
+        credits = [] if op.held else self._credits(op)
+        head, receives, tail = self._start(op, caller), self._receives(op, caller), [self._join(op)]
+        if "grant_after_send" in broken:
+            tail = grants + tail
+        else:
+            head = grants + head
+        if "credit_before_read" in broken:
+            receives[-1:-1] = credits
+        else:
+            tail += credits
+        sends = self._sends(op, caller, publish if "late_descriptor" in broken else [])
+        if "host_publishes" in broken:
+            host.steps += publish
+        elif "late_descriptor" not in broken:
+            sends[1:1] = publish  # after the gate
+        if self.config.one_queue:
+            first, second = (receives, sends) if "waiter_first" in broken else (sends, receives)
+            caller.steps += head + first + second + tail
+        else:
+            comm.steps += sends
+            caller.steps += head + receives + tail
 
     def _thread(self, name: str) -> Thread:
         return Thread(self.rank, f"rank {self.rank} {name}", self.at("pc", self.rank, name))
@@ -292,7 +296,7 @@ class _RankBuilder:
             old = state[record_word]
             if old in (0, POISON) or old & READ or (device and (state[mine] or state[peer_released])):
                 return None
-            seq = (old & ~READ) >> 2
+            seq = seq_of(old)
             if seq == op.seq:
                 return None
             return f"rank {self.rank} overwrites its descriptor of op {seq}, which rank {peer} has not compared yet"
@@ -321,7 +325,7 @@ class _RankBuilder:
         raised, pc = self.raised, caller.pc
 
         def published(state: State) -> bool:
-            return state[record_word] == POISON or (state[record_word] & ~READ) >> 2 == op.seq
+            return state[record_word] == POISON or seq_of(state[record_word]) == op.seq
 
         def equal(state: State) -> bool:
             if not compares:
@@ -350,7 +354,7 @@ class _RankBuilder:
 
             def differs(state: State, words: tuple[int, int] = words) -> bool:
                 has = state[words[0]] & ~READ
-                return state[started] == op.seq and has >> 2 == op.seq and (has, state[words[1]]) != own
+                return state[started] == op.seq and seq_of(has) == op.seq and (has, state[words[1]]) != own
 
             self.differs.append(differs)
 
@@ -360,11 +364,11 @@ class _RankBuilder:
         steps: list[Step] = []
         for source in self.sources:
             expect = self._expect(op, caller, source)
-            reads = self._reads(op, caller, source, arrival=True)
+            reads = self._reads(op, source, arrival=True)
             steps += [*expect, *reads] if self.config.descriptor_wait else [reads[0], *expect, *reads[1:]]
         return steps
 
-    def _reads(self, op: Op, caller: Thread, source: int, arrival: bool) -> list[Step]:
+    def _reads(self, op: Op, source: int, arrival: bool) -> list[Step]:
         """Wait for (unless it is a held slot's late reader) and read what ``source`` sent."""
         steps: list[Step] = []
         for piece in range(self.config.pieces):

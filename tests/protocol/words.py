@@ -66,11 +66,16 @@ def describe(cell: int) -> str:
 
 def record(seq: int, kind: str, variant: int) -> int:
     """First descriptor word: sequence number, operation, T (variant 1 is another T, variant 2 only other counts)."""
-    if not 0 < seq < 32:
+    if not 0 < seq < 16:
         raise ValueError(f"seq={seq} does not fit the model's record")
-    return seq << 2 | (kind == "R") << 1 | (variant == 1)
+    return seq << 3 | "ARS".index(kind) << 1 | (variant == 1)
+
+
+def seq_of(record_word: int) -> int:
+    """The sequence number of a record; 0 while nothing was written."""
+    return (record_word & ~READ) >> 3
 
 
 def digest(kind: str, use: int, variant: int) -> int:
     """Second descriptor word: hash of counts, dtype, region and use. Injective here: collisions are not modelled."""
-    return 1 + (use << 3 | variant << 1 | (kind == "R"))
+    return 1 + (use << 4 | variant << 2 | "ARS".index(kind))

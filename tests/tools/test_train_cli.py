@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import tpoverlap.tools.train.worker as worker
+from tpoverlap.config import resolve
+from tpoverlap.config.legality import legal_methods
 from tpoverlap.tools.cli import SUBCOMMANDS, main
 from tpoverlap.tools.train.methods import METHOD_CHOICES, USED_NAMES, choose
 
@@ -116,3 +118,13 @@ def test_every_name_is_either_configured_or_said_to_keep_its_default(method: str
     for name in USED_NAMES:
         reduce_scattered_dgrad = method in ("ring_exchange", "pipeline") and name in ("qkv_wgrad", "fc1_wgrad")
         assert (name in choice.ub_cfgs) + (name in choice.note) == (0 if reduce_scattered_dgrad else 1)
+
+
+@pytest.mark.parametrize("method", METHOD_CHOICES)
+def test_the_table_of_legal_names_agrees_with_the_rules(method: str) -> None:
+    choice = choose(method)
+    configured = choice.ub_cfgs or {}
+    resolved = resolve(choice.ub_cfgs, 2).names
+    assert all(resolved[name].method == method for name in configured)
+    for name in set(USED_NAMES) & set(resolved) - set(configured) - {"qkv_wgrad", "fc1_wgrad"}:
+        assert method == "auto" or method not in legal_methods(name, resolved[name].is_reduce_scatter)

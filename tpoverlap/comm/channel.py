@@ -75,6 +75,7 @@ class Channel:
         self._in_flight: dict[int, InFlight] = {}
         self._closed = False
         self._released = False
+        self._told_peers = False
         arena, layout = self._allocate(regions)
         self.identities = agree(backend.group, ProcessIdentity.own())
         self.transport: Transport = make_transport(backend, arena, layout, self.fault, timeout_s)
@@ -223,26 +224,27 @@ class Channel:
 
     def fail(self, error: BaseException, descriptor: Descriptor) -> None:
         """An operation ended with ``error``: later calls raise, peers are told, waiters are released."""
-        if isinstance(error, TpOverlapError):
-            self.end(error)
-        else:
-            self.end(
-                TpOverlapError(
-                    f"rank {self.rank} failed inside {descriptor.label} (T={descriptor.num_tokens}): {error!r}. "
-                    "The manager cannot go on; close it"
-                ),
-                descriptor.sequence,
+        if not isinstance(error, TpOverlapError):
+            error = TpOverlapError(
+                f"rank {self.rank} failed inside {descriptor.label} (T={descriptor.num_tokens}): {error!r}. "
+                "The manager cannot go on; close it"
             )
+        self.end(error, descriptor.sequence)
         self.release_waiters()
 
-    def end(self, error: TpOverlapError, sequence: int | None = None) -> None:
-        """Store the first error and tell the peers."""
-        if self.fault.set(error):
-            number = self._sequence if sequence is None else sequence
+    def end(self, error: BaseException, sequence: int | None = None) -> None:
+        """Store the first error and tell the peers, once, whichever thread it came from."""
+        self.fault.set(error)
+        with self._lock:
+            if self._told_peers:
+                return
+            self._told_peers = True
+        if sequence is None:
             oldest = self.oldest_in_flight()
-            if oldest is not None and sequence is None:
-                number = oldest.descriptor.sequence
-            self._tell_peers(abort_reason(error).word(number))
+            sequence = self._sequence if oldest is None else oldest.descriptor.sequence
+        first = self.fault.error
+        assert first is not None, "just set"
+        self._tell_peers(abort_reason(first).word(sequence))
 
     def _tell_peers(self, word: int) -> None:
         try:
@@ -268,7 +270,9 @@ class Channel:
             return
         if self.fault.error is None:
             self.fault.set(NotInitializedError("this manager was aborted; create a new one"))
-            self._tell_peers(AbortReason.CLOSED.word(self._sequence))
+            if not self._told_peers:
+                self._told_peers = True
+                self._tell_peers(AbortReason.CLOSED.word(self._sequence))
         self.release_waiters()
         self._shut_down()
 

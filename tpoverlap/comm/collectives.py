@@ -6,12 +6,15 @@ same float32 sum in rank order as everywhere else, so that a method and its twin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from tpoverlap.comm.reduce import sum_in_rank_order
+from tpoverlap.errors import PeerTimeoutError
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -28,7 +31,10 @@ def all_gather_rows(x_shard_t: torch.Tensor, partition: TokenPartition, group: P
     if not even and staged.shape[0] < longest:
         staged = torch.cat([staged, staged.new_zeros(longest - staged.shape[0], width)])
     gathered = staged.new_empty(longest * group.size(), width)
-    dist.all_gather_into_tensor(gathered, staged, group=group)
+    # Newer torch renames the function and warns about the old name.
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    with _lost_peers(group, "all-gather"):
+        gather(gathered, staged, group=group)
     if not even:
         gathered = torch.cat([gathered[r * longest : r * longest + n] for r, n in enumerate(partition.counts)])
     return gathered.to(x_shard_t.device)
@@ -45,15 +51,26 @@ def reduce_scatter_rows(
     own_rows = partition.counts[rank]
     staged = _stage(partial.contiguous(), group)
     received = staged.new_empty(own_rows * size, staged.shape[1])
-    dist.all_to_all_single(
-        received,
-        staged,
-        output_split_sizes=[own_rows] * size,
-        input_split_sizes=list(partition.counts),
-        group=group,
-    )
+    with _lost_peers(group, "reduce-scatter"):
+        dist.all_to_all_single(
+            received,
+            staged,
+            output_split_sizes=[own_rows] * size,
+            input_split_sizes=list(partition.counts),
+            group=group,
+        )
     received = received.to(partial.device)
-    sum_in_rank_order(received.view(size, own_rows, -1).unbind(0), out)
+    sum_in_rank_order(received.view(size, own_rows, staged.shape[1]).unbind(0), out)
+
+
+@contextmanager
+def _lost_peers(group: ProcessGroup, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # "connection closed by peer" and the like
+        raise PeerTimeoutError(
+            f"rank {group.rank()}: the plain {what} failed: {error}. A peer died or left the collective"
+        ) from error
 
 
 def _stage(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

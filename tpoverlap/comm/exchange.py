@@ -52,6 +52,7 @@ class Exchange(ABC):
         self.compute_streams = channel.compute_streams
         self.dtype = dtype
         self.hands_out_slot = epoch in region.held
+        self._own_copy_done: Event | None = None
         self._channel = channel
         self._region = region
         self._epoch = epoch
@@ -75,8 +76,8 @@ class Exchange(ABC):
     def copy_own(self, source: torch.Tensor, first_element: int) -> None:
         """Copy own rows into the local slot too, on the comm stream (for readers of the whole activation)."""
         view = self.view(first_element, tuple(source.shape))
-        if view.data_ptr() == source.data_ptr():
-            return  # the caller wrote straight into the slot
+        if source.numel() == 0 or view.data_ptr() == source.data_ptr():
+            return  # no row, or the caller wrote them straight into the slot
         reader = self._region.last_reader.get(self._epoch % self._region.depth)
         if reader is not None:
             self._comm.wait(reader)
@@ -84,10 +85,9 @@ class Exchange(ABC):
         self._own_copy_done = self._comm.record()
 
     def wait_own(self, stream: Stream) -> None:
-        """``stream`` goes on after `copy_own`."""
-        stream.wait(self._own_copy_done)
-
-    _own_copy_done: Event
+        """``stream`` goes on after `copy_own` (at once if there was nothing to copy)."""
+        if self._own_copy_done is not None:
+            stream.wait(self._own_copy_done)
 
     def wait(self, step: Step, stream: Stream) -> None:
         """``stream`` goes on once everything that ``step`` receives is in the local slot."""

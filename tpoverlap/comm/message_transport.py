@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,7 @@ class MessageTransport(Transport):
         # Aborts cannot travel as messages (nobody would be receiving), so they go through the default store, under a
         # key that no other manager of this group has.
         self._store = dist.distributed_c10d._get_default_store()
-        self._prefix = agree(group, f"tpoverlap/{group.group_name}/{next(_instances(group))}")[0]
+        self._prefix = f"tpoverlap/{agree(group, secrets.token_hex(8))[0]}"
         self._aborts: dict[int, int] = {}
 
     def new_exchange(
@@ -97,9 +97,3 @@ class MessageTransport(Transport):
             dist.destroy_process_group(self._side_group)
             self._side_group = None
 
-
-def _instances(group: Any) -> itertools.count[int]:
-    # The count lives on the group itself, so that it is per group and not state of this module.
-    counter: itertools.count[int] = getattr(group, "_tpoverlap_instances", None) or itertools.count()
-    group._tpoverlap_instances = counter
-    return counter

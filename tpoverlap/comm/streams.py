@@ -20,6 +20,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
+
 from tpoverlap.comm.fault import Fault
 
 Work = Callable[[], object]
@@ -140,6 +142,7 @@ class HostStream(Stream):
 
 
 def _drain(work_queue: queue.SimpleQueue[Work | HostEvent | None], fault: Fault) -> None:
+    torch.set_grad_enabled(False)  # thread-local: the caller's no_grad inside an autograd function does not reach here
     while (item := work_queue.get()) is not None:
         if isinstance(item, HostEvent):
             item.set()

@@ -57,6 +57,7 @@ def _watch(channel_ref: weakref.ref[Channel], stop: threading.Event) -> None:
         if error is not None:
             channel.end(error)
         if channel.fault.error is not None:
+            channel.end(channel.fault.error)  # a comm thread may have met it, which tells nobody
             channel.release_waiters()
             return
         del channel  # or the loop itself would keep it alive while it sleeps

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 
 from tpoverlap.comm import all_gather_rows, reduce_scatter_rows
-from tpoverlap.errors import PeerTimeoutError, TpOverlapError
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap.context import OperationContext
 
@@ -29,14 +28,6 @@ def _announced(context: OperationContext, direction: str) -> Iterator[None]:
     descriptor = channel.announce(context.label(direction), context.partition, context.dtype)
     try:
         yield
-    except TpOverlapError as error:
-        channel.fail(error, descriptor)
-        raise
-    except RuntimeError as error:
-        # torch.distributed says "connection closed" and the like when a peer dies inside a collective.
-        lost = PeerTimeoutError(f"rank {context.rank}: {context.label(direction)} failed, probably a lost peer: {error}")
-        channel.fail(lost, descriptor)
-        raise lost from error
     except BaseException as error:
         channel.fail(error, descriptor)
         raise

@@ -73,7 +73,7 @@ def run_reference(
         batch = pack(step.documents).to(device)
         optimizer.zero_grad(set_to_none=True)
         loss = token_loss_sum(model(batch), batch.targets) / batch.num_targets
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if index == 0:
             gradients = gradients_on_cpu(model.named_weights())
         optimizer.step()

@@ -78,7 +78,7 @@ class RankTrainer:
             logits = self.model(batch, partition.rows(context.rank))
             loss_sum = token_loss_sum(logits, batch.targets[partition.rows(context.rank)])
             # A rank's loss covers its rows; dividing by everyone's targets makes the ranks' gradients add up.
-            (loss_sum / batch.num_targets).backward()  # type: ignore[no-untyped-call]
+            (loss_sum / batch.num_targets).backward()
         tpo.sync_replicated_grads(self.model, context.group)
         self.manager.check()  # an error of this step must not reach the weights
         self.optimizer.step()

@@ -1,0 +1,145 @@
+"""The real thing on the CPU: every method against the reference, spawned and under torchrun, and broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner, Result
+
+from tests.tools.train_job import DOCUMENTS, small_job
+from tpoverlap.tools.cli import main
+from tpoverlap.tools.train.batching import plan_steps
+from tpoverlap.tools.train.job import ProgressListener, TrainJob, TrainOutcome
+from tpoverlap.tools.train.methods import METHOD_CHOICES
+from tpoverlap.tools.train.reference import ReferenceRun, run_reference
+from tpoverlap.tools.train.verdict import judge
+from tpoverlap.tools.train.weights import full_weights
+from tpoverlap.tools.train.worker import RankFailedError, spawn, train_on_rank
+
+SMALL = ("--device", "cpu", "--capacity", "256", "--hidden", "48", "--heads", "6", "--ffn", "96", "--layers", "2")
+
+
+def run(*arguments: str) -> Result:
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    return CliRunner().invoke(main, ["train", *SMALL, *arguments], catch_exceptions=False)
+
+
+def read(path: Path) -> dict[str, Any]:
+    data = json.loads(path.read_text())
+    assert isinstance(data, dict)
+    return data
+
+
+@pytest.mark.parametrize("method", METHOD_CHOICES)
+def test_every_method_trains_like_the_reference(method: str, tmp_path: Path) -> None:
+    result = run("--steps", "6", "--method", method, "--check-reference", "--json", str(tmp_path / "run.json"))
+    assert result.exit_code == 0, result.output
+    summary = read(tmp_path / "run.json")["summary"]
+    assert summary["max_abs_loss_difference"] <= 1e-4
+    assert summary["padded_tokens"] == 0 and summary["allocations_after_setup"] == 0
+    ran = set(summary["methods"].values())
+    assert ran == {"sequential"} if method == "sequential" else method == "auto" or method in ran
+    if method in ("pipeline", "bulk"):
+        assert f"--method {method} is not legal for" in result.output
+
+
+def test_three_ranks_with_comparison_and_plot(tmp_path: Path) -> None:
+    files = ("--json", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.png"))
+    result = run("--tp", "3", "--steps", "5", "--check-reference", "--compare", "--compare-steps", "2", *files)
+    assert result.exit_code == 0, result.output
+    data = read(tmp_path / "run.json")
+    steps, padded = data["steps"], data["comparison"][2]
+    assert {step["active_tokens"] % 3 for step in steps} != {0}
+    assert any(0 in step["rows_per_rank"] for step in steps)
+    assert padded["variant"] == "padded to C" and padded["communicated_rows"] == [256, 256]
+    assert all(row["active_tokens"] == row["communicated_rows"] for row in data["comparison"][:2])
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+    assert "Comparison" in result.output
+
+
+def test_one_rank_is_enough(tmp_path: Path) -> None:
+    result = run("--tp", "1", "--steps", "5", "--check-reference", "--json", str(tmp_path / "run.json"))
+    assert result.exit_code == 0, result.output
+
+
+def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tpoverlap",
+    ]
+    command += ["train", *SMALL, "--steps", "5", "--check-reference", "--json", str(tmp_path / "run.json")]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Summary") == 1
+    assert read(tmp_path / "run.json")["summary"]["max_abs_loss_difference"] <= 1e-4
+
+
+# -- broken on purpose ------------------------------------------------------------------------------------------------
+
+
+def without_synchronised_gradients(
+    job: TrainJob, group: dist.ProcessGroup, rank: int, report: ProgressListener
+) -> TrainOutcome:
+    import tpoverlap as tpo
+
+    tpo.sync_replicated_grads = lambda model, group: None
+    return train_on_rank(job, group, rank, report)
+
+
+def killed_in_its_second_step(
+    job: TrainJob, group: dist.ProcessGroup, rank: int, report: ProgressListener
+) -> TrainOutcome:
+    from tpoverlap.tools.train.trainer import RankTrainer
+
+    zero_grad, calls = RankTrainer.zero_grad, []
+
+    def zero_grad_or_die(self: RankTrainer) -> None:
+        calls.append(None)
+        if rank == 1 and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        zero_grad(self)
+
+    RankTrainer.zero_grad = zero_grad_or_die  # type: ignore[method-assign]
+    return train_on_rank(job, group, rank, report)
+
+
+def job_with_reference() -> tuple[TrainJob, ReferenceRun]:
+    steps = plan_steps(DOCUMENTS, capacity_tokens=128, num_steps=5, tp_size=2)
+    job = small_job(steps=steps, want_gradients=True, learning_rate=5e-3)
+    weights = full_weights(job.model, job.seed)
+    cpu = torch.device("cpu")
+    run = run_reference(job.model, weights, steps, device=cpu, dtype=job.dtype, learning_rate=job.learning_rate)
+    return job, run
+
+
+def test_the_check_notices_gradients_that_were_not_synchronised() -> None:
+    job, reference = job_with_reference()
+    outcome = spawn(job, lambda progress: None, without_synchronised_gradients)
+    losses = [record.loss for record in outcome.steps]
+    problems = judge(losses, reference.losses, outcome.first_gradients, reference.first_gradients, "float32").problems
+    named = {name for name in reference.first_gradients if any(f"gradient of {name} " in p for p in problems)}
+    assert named == {"embedding", "head", "norm", "layers.0.attention_norm", "layers.0.mlp_norm"}
+    assert any("the loss of step" in problem for problem in problems)
+
+
+def test_a_rank_that_dies_in_training_ends_the_run() -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed: its process ended with exit code -9"):
+        spawn(small_job(), lambda progress: None, killed_in_its_second_step)
