@@ -83,9 +83,9 @@ def train(rank: int, world_size: int, rendezvous: str | None) -> None:
         for step in range(NUM_STEPS):
             tokens, targets = (tensor.to(device) for tensor in packed_microbatch(step))
             num_tokens = tokens.numel()  # T, a host integer: never read from the device
-            with mgr.microbatch(num_tokens):
-                counts = mgr.partition.counts  # balanced: the first T mod R ranks own one row more
-                rows = mgr.partition.rows(rank)
+            with mgr.microbatch(num_tokens) as partition:
+                counts = partition.counts  # balanced: the first T mod R ranks own one row more
+                rows = partition.rows(rank)
                 logits = model(tokens[rows])
             # A sum over own rows, divided by the T of all ranks: the ranks' losses and gradients then add up.
             loss = F.cross_entropy(logits, targets[rows], reduction="sum") / num_tokens

@@ -56,10 +56,10 @@ def gradients(
     stage.zero_grad()
     for action, index in order:
         if action == "forward":
-            with mgr.microbatch(TOKEN_COUNTS[index]):  # around forward only
+            with mgr.microbatch(TOKEN_COUNTS[index]) as partition:  # around forward only
                 generator = torch.Generator().manual_seed(index)
                 x = torch.randn(TOKEN_COUNTS[index], HIDDEN, generator=generator).to(device)
-                losses[index] = stage(x[mgr.partition.rows(rank)]).square().sum()
+                losses[index] = stage(x[partition.rows(rank)]).square().sum()
         else:
             losses.pop(index).backward()  # uses the partition of its own forward
     tpo.sync_replicated_grads(stage, group)  # the bias of fc2 saw only this rank's rows

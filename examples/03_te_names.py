@@ -34,7 +34,7 @@ def run(rank: int, world_size: int, rendezvous: str | None) -> None:
         "cpu:gloo,cuda:nccl" if use_cuda else "gloo", init_method=rendezvous, rank=rank, world_size=world_size
     )
 
-    te.initialize_ub([CAPACITY, HIDDEN], world_size, dtype=torch.float32, ub_cfgs=UB_CFGS)
+    te.initialize_ub([CAPACITY, HIDDEN], world_size, dtype=torch.float32, ub_cfgs=UB_CFGS, device=device)
     assert te.is_ub_initialized()
     generator = torch.Generator().manual_seed(0)  # the same full tensors on every rank
     full_w1 = torch.randn(FFN, HIDDEN, generator=generator).to(device)

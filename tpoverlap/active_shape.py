@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 from tpoverlap.errors import ActiveShapeError, CapacityError
-from tpoverlap.tokens import TokenPartition
+from tpoverlap.tokens import TokenPartition, as_int
 
 ShapeLike = int | Sequence[int] | TokenPartition
 
@@ -49,27 +48,36 @@ class ActiveShape:
             self._scopes.reset(token)
             self.version += 1
 
-    def parse(self, shape: ShapeLike | None, partition: TokenPartition | None) -> TokenPartition:
+    def parse(
+        self, shape: ShapeLike | None, partition: TokenPartition | None, width: int | None = None
+    ) -> TokenPartition:
         """A partition from T, (T, H), a TokenPartition, or ``partition=``; ``balanced`` when only T is given.
+
+        ``width`` is the H to expect; None: the manager's.
 
         Raises:
             ActiveShapeError: not 2-D, not positive integers, H differs, counts that do not sum to T, or a wrong R.
         """
         if isinstance(shape, TokenPartition):
             if partition is not None and partition != shape:
-                raise ActiveShapeError(f"two different partitions were given: {shape.counts} and {partition.counts}")
+                raise ActiveShapeError(
+                f"two different partitions were given: {shape.counts} and {partition.counts}; pass one"
+            )
             shape, partition = None, shape
-        num_tokens = None if shape is None else self._num_tokens(shape)
+        num_tokens = None if shape is None else self._num_tokens(shape, self.width if width is None else width)
         if partition is None:
             if num_tokens is None:
                 raise ActiveShapeError("give T, (T, H) or a TokenPartition")
             return TokenPartition.balanced(num_tokens, self.tp_size)
         if not isinstance(partition, TokenPartition):
-            raise ActiveShapeError(f"partition must be a TokenPartition, got {type(partition).__name__}")
+            raise ActiveShapeError(
+                f"partition must be a TokenPartition, got {type(partition).__name__} {partition!r}; "
+                "TokenPartition.from_counts makes one from the rows of each rank"
+            )
         self.require_size(partition)
         if num_tokens is not None and num_tokens != partition.total:
             raise ActiveShapeError(
-                f"shape says T={num_tokens} but the counts {list(partition.counts)} sum to {partition.total}"
+                f"shape says T={num_tokens} but the counts {list(partition.counts)} sum to {partition.total}; correct one"
             )
         return partition
 
@@ -77,24 +85,37 @@ class ActiveShape:
         """Raise unless the partition is for this many ranks."""
         if partition.tp_size != self.tp_size:
             raise ActiveShapeError(
-                f"the partition has {partition.tp_size} counts {list(partition.counts)}, the group has {self.tp_size} ranks"
+                f"the partition has {partition.tp_size} counts {list(partition.counts)}, the group has "
+                f"{self.tp_size} ranks; give one count a rank"
             )
 
-    def _num_tokens(self, shape: Any) -> int:
-        try:
-            dims = [shape] if isinstance(shape, int) else [operator.index(length) for length in shape]
-        except TypeError as error:
-            raise ActiveShapeError(f"the active shape must be integers (T, H), got {shape!r}") from error
-        if isinstance(shape, bool) or (not isinstance(shape, int) and len(dims) != 2):
-            raise ActiveShapeError(f"the active shape must be (T, H), got {shape!r}")
-        if len(dims) == 2 and dims[1] != self.width:
+    def _num_tokens(self, shape: Any, width: int) -> int:
+        num_tokens = as_int(shape)
+        if num_tokens is None:
+            dims = _dims(shape)
+            if len(dims) != 2:
+                raise ActiveShapeError(f"the active shape must be (T, H), got {shape!r}")
+            if dims[1] != width:
+                raise ActiveShapeError(
+                    f"the active shape {dims} changes the hidden size: H={width} was registered; "
+                    "register another width with mgr.register(name, width=...)"
+                )
+            num_tokens = dims[0]
+        if num_tokens < 1:
             raise ActiveShapeError(
-                f"the active shape {tuple(dims)} changes the hidden size: H={self.width} was registered; "
-                "register another width with mgr.register(name, width=...)"
+                f"T must be at least 1, got {num_tokens} in {shape!r}; skip a microbatch that has no token on any rank"
             )
-        if dims[0] < 1:
-            raise ActiveShapeError(f"T must be at least 1, got {dims[0]} in {shape!r}")
-        return dims[0]
+        return num_tokens
+
+
+def _dims(shape: Any) -> tuple[int, ...]:
+    try:
+        dims = tuple(as_int(length) for length in shape)
+    except TypeError:  # neither a number nor a sequence
+        dims = (None,)
+    if None in dims:
+        raise ActiveShapeError(f"the active shape must be integers (T, H) or T, got {shape!r}")
+    return cast("tuple[int, ...]", dims)
 
 
 def require_capacity(partition: TokenPartition, max_tokens: int, max_rows_per_rank: int, name: str) -> None:

@@ -85,9 +85,7 @@ class CommOverlap:
             ActiveShapeError: see `ActiveShape.parse`. CapacityError: it does not fit.
         """
         active = self.manager.active
-        if not isinstance(shape, int | TokenPartition) and len(shape) == 2 and shape[1] == self.width:
-            shape = shape[0]  # this name's own width, which may differ from the manager's H
-        parsed = active.parse(shape, partition)
+        parsed = active.parse(shape, partition, self.width)
         self.require_capacity(parsed)
         self._own_shape = (active.version, parsed)
 

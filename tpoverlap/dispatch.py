@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpoverlap.config import OverlapConfig
+from tpoverlap.config import OverlapConfig, legal_methods
+from tpoverlap.errors import ConfigError
+from tpoverlap.overlap import GATHER_METHODS, SCATTER_METHODS
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,17 @@ class Decision:
     reason: str
 
 
-AUTO_METHOD = "ring_exchange"
-"""What ``auto`` means until measurements say otherwise: the method that FACTS-like figures favour in both directions."""
+
+def auto_method(name: str, *, is_reduce_scatter: bool) -> str:
+    """What ``auto`` means until measurements say otherwise: ring_exchange, or bulk where only that is legal."""
+    legal = legal_methods(name, is_reduce_scatter)
+    return "ring_exchange" if "ring_exchange" in legal else "bulk"
 
 
 def choose(
     config: OverlapConfig,
     *,
+    name: str,
     config_source: str,
     tp_size: int,
     num_tokens: int | None,
@@ -37,6 +43,7 @@ def choose(
 
     Args:
         config: the name's options.
+        name: GEMM name.
         config_source: "explicit" or "default".
         num_tokens: T, or None when it does not matter to the caller.
         max_tokens: capacity of this name.
@@ -52,7 +59,36 @@ def choose(
     if planned_method is not None:
         return Decision(planned_method, "plan", "pinned by plan=")
     if config.method == "auto":
-        return Decision(AUTO_METHOD, "default", "method auto: no measurement is recorded, ring_exchange is the default")
+        method = auto_method(name, is_reduce_scatter=config.is_reduce_scatter)
+        return Decision(method, "default", f"method auto: no measurement is recorded here, {method} is the default")
     if config.method == "external":
         return Decision("sequential", config_source, "external means that the layer gathers by itself")
     return Decision(config.method, config_source, f"configured method ({config_source})")
+
+
+def method_for_use(method: str, config: OverlapConfig, *, name: str, scatter: bool, beside: bool) -> str:
+    """The method of one operation, from the one that `choose` gave for the name.
+
+    Args:
+        method: `choose`'s.
+        config: the name's options.
+        name: for the message.
+        scatter: whether this operation reduce-scatters; a layer may use a name against its configured direction.
+        beside: a whole collective beside a GEMM that does not depend on it.
+
+    Raises:
+        ConfigError: the method cannot overlap a GEMM that depends on the collective.
+    """
+    if method == "sequential":
+        return method
+    if beside:
+        return "bulk"
+    if scatter != config.is_reduce_scatter:
+        return "ring_exchange"  # the configured method says nothing about the other direction
+    legal = SCATTER_METHODS if scatter else GATHER_METHODS
+    if method not in legal:
+        raise ConfigError(
+            f"{name}: method {method!r} cannot overlap its {config.direction} with a GEMM that depends on it; "
+            f"configure one of {', '.join(legal)}, or call bulk_all_gather or bulk_reduce_scatter"
+        )
+    return method

@@ -15,10 +15,9 @@ from tpoverlap.comm import Channel
 from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.config import KNOWN_NAMES, resolve
 from tpoverlap.config.resolver import ConfigSource
-from tpoverlap.dispatch import Decision, choose
+from tpoverlap.dispatch import Decision, choose, method_for_use
 from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError, TpOverlapError
 from tpoverlap.memory import select_backend
-from tpoverlap.memory.base import agree
 from tpoverlap.memory_report import default_max_rows, standard_regions
 from tpoverlap.name_table import NameTable
 from tpoverlap.overlap import OperationContext
@@ -27,6 +26,7 @@ from tpoverlap.setup import (
     BACKENDS,
     DTYPES,
     OVERFLOW_MODES,
+    Registration,
     Settings,
     parse_capacity,
     require_agreement,
@@ -89,15 +89,15 @@ class UserBufferManager:
     ) -> None:
         self.group = resolve_group(group)
         self.rank, self.tp_size = self.group.rank(), self.group.size()
-        self.device = resolve_device(device)
-        settings: Settings | TpOverlapError
+        settings: Settings | Exception
         try:
+            self.device = resolve_device(device)
             self.capacity_shape = parse_capacity(capacity_shape)
             self.dtype = dtype
             self.on_overflow = on_overflow
             self.timeout_s = resolve_timeout(timeout_s, self.group, self.device)
             self._require_legal_arguments(backend, quantization_modes)
-            self.max_rows_per_rank = self._parse_max_rows(max_rows_per_rank)
+            self.max_rows_per_rank = self._parse_max_rows(max_rows_per_rank, self.capacity_shape[0])
             config = resolve(ub_cfgs, self.tp_size)
             self._pinned = pinned_methods(plan, self.tp_size)
             settings = Settings(
@@ -110,7 +110,7 @@ class UserBufferManager:
                 self.max_rows_per_rank,
                 f"{config.digest} plan {sorted(self._pinned.items())}",
             )
-        except TpOverlapError as error:
+        except Exception as error:  # of any kind: the other ranks are about to wait for this one
             settings = error
         require_agreement(self.group, settings)
         self._config = config
@@ -136,12 +136,12 @@ class UserBufferManager:
                     f"quantization mode {mode!r} is not supported in this release; supported: NONE (no FP8 buffers yet)"
                 )
 
-    def _parse_max_rows(self, max_rows_per_rank: int | None) -> int:
+    def _parse_max_rows(self, max_rows_per_rank: int | None, max_tokens: int) -> int:
         if max_rows_per_rank is None:
-            return default_max_rows(self.capacity_shape[0], self.tp_size)
+            return default_max_rows(max_tokens, self.tp_size)
         if isinstance(max_rows_per_rank, bool) or not isinstance(max_rows_per_rank, int) or max_rows_per_rank < 1:
             raise ConfigError(f"max_rows_per_rank must be a positive integer, got {max_rows_per_rank!r}")
-        return min(max_rows_per_rank, self.capacity_shape[0])
+        return min(max_rows_per_rank, max_tokens)
 
     def _open_channel(self, backend: str) -> None:
         choice = select_backend(backend, self.group, self.device)
@@ -179,27 +179,41 @@ class UserBufferManager:
             width: of the activation that is communicated.
             max_tokens: None: the manager's capacity.
             max_rows_per_rank: None: ceil(max_tokens / R), or the manager's if that is more.
+
+        Raises:
+            ConfigError, ActiveShapeError: an argument is illegal here or on another rank, or the name is taken.
+            RankMismatchError: ranks register different things. In all cases nothing was registered.
         """
         self._require_open()
-        max_tokens = self.capacity_shape[0] if max_tokens is None else max_tokens
-        parse_capacity((max_tokens, width))
-        rows = max(default_max_rows(max_tokens, self.tp_size), min(max_tokens, self.max_rows_per_rank))
-        rows = rows if max_rows_per_rank is None else max_rows_per_rank
-        if not name or not isinstance(name, str):
-            raise ConfigError(f"a name must be a non-empty string, got {name!r}")
-        if f"{name}_fprop" in KNOWN_NAMES:
-            raise ConfigError(f"{name!r} is one of the standard layers; pick another name for another width")
+        registration: Registration | Exception
+        try:
+            registration = self._parse_registration(name, width, max_tokens, max_rows_per_rank)
+        except Exception as error:  # of any kind: the other ranks are about to wait for this one
+            registration = error
+        agreed = require_agreement(self.group, registration)
         regions = ("ag", "rs")
         if self.channel is not None:
-            answers = agree(self.group, (name, width, max_tokens, rows))
-            if any(answer != answers[0] for answer in answers):
-                raise ConfigError(f"ranks register different things: {dict(enumerate(answers))}")
-            wanted = standard_regions(max_tokens, width, self.dtype.itemsize, self.tp_size, rows, f"-{name}")
+            wanted = standard_regions(
+                agreed.max_tokens, agreed.width, self.dtype.itemsize, self.tp_size, agreed.max_rows_per_rank, f"-{name}"
+            )
             existing = (self.channel.regions["ag"], self.channel.regions["rs"])
             if any(spec.slot_bytes > region.slot_bytes for spec, region in zip(wanted, existing, strict=True)):
                 self.channel.add_regions(wanted)
                 regions = (wanted[0].name, wanted[1].name)
-        self._names.register(name, width, max_tokens, rows, *regions)
+        self._names.register(name, agreed.width, agreed.max_tokens, agreed.max_rows_per_rank, *regions)
+
+    def _parse_registration(
+        self, name: str, width: int, max_tokens: int | None, max_rows_per_rank: int | None
+    ) -> Registration:
+        if self.channel is not None:
+            self.channel.check()
+        self._names.require_new(name)
+        tokens, width = parse_capacity((self.capacity_shape[0] if max_tokens is None else max_tokens, width))
+        if max_rows_per_rank is None:
+            rows = max(default_max_rows(tokens, self.tp_size), min(tokens, self.max_rows_per_rank))
+        else:
+            rows = self._parse_max_rows(max_rows_per_rank, tokens)
+        return Registration(name, width, tokens, rows)
 
     # -- active shape --------------------------------------------------------------------------------------------
 
@@ -269,12 +283,22 @@ class UserBufferManager:
             row = fprop in self._names and self._names.get(fprop).is_reduce_scatter
         return self._names.layer(name, row=row)
 
+    def has_fixed_direction(self, name: str) -> bool:
+        """Whether ``name`` may be used in one direction only: one of the twelve, or configured. Else use decides."""
+        return name in KNOWN_NAMES or self._config.source(name) == "explicit"
+
     # -- operations (called by nn) -------------------------------------------------------------------------------
 
     def operation(
-        self, communicator: CommOverlap, partition: TokenPartition, *, scatter: bool, method: str | None = None
+        self, communicator: CommOverlap, partition: TokenPartition, *, scatter: bool, beside: bool = False
     ) -> OperationContext:
         """Everything a method needs for one operation of ``communicator``; decides the method and counts it.
+
+        Args:
+            communicator: whose name, options and regions to use.
+            partition: rows of each rank.
+            scatter: reduce-scatter instead of all-gather.
+            beside: the whole collective runs beside a GEMM that does not depend on it.
 
         Raises:
             CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot run this direction.
@@ -284,7 +308,9 @@ class UserBufferManager:
             self.channel.check()
         overflow = self._overflows(communicator, partition)
         decision = self._decide(communicator, partition.total, overflow=overflow)
-        chosen = decision.method if method is None or decision.source == "overflow" or self.tp_size == 1 else method
+        chosen = method_for_use(
+            decision.method, communicator.config, name=communicator.name, scatter=scatter, beside=beside
+        )
         communicator.statistics.record(chosen, partition.total, overflow=overflow)
         return OperationContext(
             self.channel,
@@ -315,6 +341,7 @@ class UserBufferManager:
             return Decision("sequential", "unregistered", f"{communicator.name} is not registered")
         return choose(
             communicator.config,
+            name=communicator.name,
             config_source=self._names.config_source(communicator.name),
             tp_size=self.tp_size,
             num_tokens=num_tokens,
@@ -357,17 +384,24 @@ class UserBufferManager:
 
     def plan(self) -> dict[str, Any]:
         """The dispatch choices of all names: serialisable, with a hash; pin them with ``plan=``."""
+        self._require_open()
         names = {
             c.name: (self._decide(c, None).method, c.is_reduce_scatter) for c in self._names if c.registered
         }
         return make_plan(names, self.tp_size, self.capacity_shape)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """A flat dict for each name that was called: calls, methods, T histogram, sequential and overflow counts."""
-        return {c.name: c.statistics.as_dict() for c in self._names if c.statistics.calls}
+        """A flat dict for each name that was called: calls, methods, T histogram, sequential and overflow counts.
+
+        Names that were not registered are among them: they run without overlap.
+        """
+        self._require_open()
+        used = (*self._names, *self._names.unregistered)
+        return {c.name: c.statistics.as_dict() for c in used if c.statistics.calls}
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes that this rank holds: registered memory by region, and the number of allocations since set-up began."""
+        self._require_open()
         channel = self.channel
         report: dict[str, Any] = {"backend": self.backend_name, "symmetric_bytes": 0, "control_bytes": 0, "regions": {}}
         report["allocations"] = 0 if channel is None else channel.num_allocations
@@ -426,6 +460,8 @@ class UserBufferManager:
 
     def require_input(self, x: torch.Tensor, what: str) -> None:
         """Raise ActiveShapeError unless ``x`` is 2-D and on this manager's device, in its dtype."""
+        if not isinstance(x, torch.Tensor):
+            raise ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
         if x.dim() != 2:
             raise ActiveShapeError(f"{what} must be 2-D [tokens, features], got {list(x.shape)}; flatten batch and sequence")
         if x.dtype != self.dtype:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tpoverlap.communicator import CommOverlap, CommOverlapP2P, LayerCommunicators
 from tpoverlap.config import KNOWN_NAMES, OverlapConfig, ResolvedConfig, default_config
-from tpoverlap.errors import ConfigError, NotInitializedError
+from tpoverlap.config.names import ROW_WGRADS
+from tpoverlap.errors import ConfigError
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
@@ -30,12 +31,19 @@ class NameTable:
         self._max_rows_per_rank = max_rows_per_rank
         self._table: dict[str, CommOverlap] = {}
         self._layers: dict[tuple[str, bool], LayerCommunicators] = {}
+        self._unregistered: dict[tuple[str, bool], CommOverlap] = {}
+        self._registered: set[str] = set()  # by `register`
         self._said: set[str] = set()
         for name, options in config.names.items():
             self._add(name, options)
 
     def __iter__(self) -> Iterator[CommOverlap]:
         return iter(self._table.values())
+
+    @property
+    def unregistered(self) -> Collection[CommOverlap]:
+        """What layers use under names that were not registered; a name once a direction."""
+        return self._unregistered.values()
 
     def __contains__(self, name: str) -> bool:
         return name in self._table
@@ -46,13 +54,17 @@ class NameTable:
         Raises:
             ConfigError: it was not registered; lists what was.
         """
-        try:
-            return self._table[name]
-        except KeyError:
+        communicator = self._table.get(name)
+        if communicator is not None:
+            return communicator
+        if name in ROW_WGRADS:
             raise ConfigError(
-                f"no communicator is named {name!r}; registered: {', '.join(sorted(self._table))}. "
-                f"Add it with mgr.register({name!r}, width=...) or in ub_cfgs"
-            ) from None
+                f"{name!r} has nothing to communicate: it reuses what {name.replace('wgrad', 'dgrad')} gathered; get that"
+            )
+        raise ConfigError(
+            f"no communicator is named {name!r}; registered: {', '.join(sorted(self._table))}. "
+            f"Add it with mgr.register({name!r}, width=...) or in ub_cfgs"
+        )
 
     def config_source(self, name: str) -> str:
         """ "explicit" or "default"."""
@@ -67,15 +79,9 @@ class NameTable:
         gather_region: str,
         scatter_region: str,
     ) -> None:
-        """Add a layer ``name`` (its fprop, dgrad and wgrad), or a single GEMM if the name says which.
-
-        Raises:
-            ConfigError: a name exists already with another width or capacity.
-        """
+        """Add a layer ``name`` (its fprop, dgrad and wgrad), or a single GEMM if the name says which."""
         for gemm_name in _gemm_names(name):
-            existing = self._table.get(gemm_name)
-            if existing is not None and gemm_name in KNOWN_NAMES:
-                raise ConfigError(f"{gemm_name} is registered already, at width {existing.width}; pick another name")
+            self._registered.add(gemm_name)
             options = self._config.get(gemm_name) or _default_for(gemm_name, False, self._manager.tp_size)
             self._add(
                 gemm_name,
@@ -86,7 +92,23 @@ class NameTable:
                 gather_region=gather_region,
                 scatter_region=scatter_region,
             )
-        self._layers = {key: layer for key, layer in self._layers.items() if key[0] != name}
+        self._layers.clear()  # some may hold what was there before
+
+    def require_new(self, name: str) -> None:
+        """Raise ConfigError unless `register` may add ``name``. Names that only ub_cfgs mentions may be added once."""
+        if not isinstance(name, str) or not name or not name.isprintable() or any(c.isspace() for c in name):
+            raise ConfigError(f"a name must be printable text without blanks, got {name!r}")
+        for gemm_name in _gemm_names(name):
+            if gemm_name in KNOWN_NAMES:
+                raise ConfigError(
+                    f"{gemm_name} is one of the standard names, at width {self._width}; pick another name for another width"
+                )
+            if gemm_name in self._registered:
+                existing = self._table[gemm_name]
+                raise ConfigError(
+                    f"{gemm_name} is registered already, with capacity {existing.get_buffer_capacity_shape()}; "
+                    "pick another name"
+                )
 
     def layer(self, name: str, *, row: bool = False) -> LayerCommunicators:
         """fprop, dgrad and wgrad of a column layer (all-gather in fprop), or of a ``row`` one (reduce-scatter).
@@ -118,8 +140,15 @@ class NameTable:
                 name, f"{name} is not registered: it runs without overlap (other names are not affected). "
                 f"mgr.register({layer!r}, width=...) or an entry in ub_cfgs registers it"
             )
-            options = default_config("unregistered", bool(scatter), tp_size)
-            return self._make(name, replace(options, method="sequential"), registered=False)
+            key = (name, bool(scatter))
+            if key not in self._unregistered:
+                options = default_config("unregistered", bool(scatter), tp_size)
+                added = self._make(name, replace(options, method="sequential"), registered=False)
+                other = self._unregistered.get((name, not scatter))
+                if other is not None:
+                    added.statistics = other.statistics
+                self._unregistered[key] = added
+            return self._unregistered[key]
         if name in KNOWN_NAMES or self._config.source(name) == "explicit":
             if scatter is not None and existing.is_reduce_scatter != scatter:
                 used = "reduce-scatter" if scatter else "all-gather"
@@ -135,7 +164,7 @@ class NameTable:
     def _add_like(self, existing: CommOverlap, options: OverlapConfig) -> CommOverlap:
         if existing.config == options:
             return existing
-        return self._add(
+        added = self._add(
             existing.name,
             options,
             width=existing.width,
@@ -144,6 +173,8 @@ class NameTable:
             gather_region=existing.gather_region,
             scatter_region=existing.scatter_region,
         )
+        added.statistics = existing.statistics  # whoever still holds the former one counts here too
+        return added
 
     def _add(self, name: str, options: OverlapConfig, **where: object) -> CommOverlap:
         communicator = self._make(name, options, **where)
@@ -170,11 +201,7 @@ class NameTable:
         """Drop everything (the manager was closed)."""
         self._table.clear()
         self._layers.clear()
-
-    def require_open(self) -> None:
-        """Raise NotInitializedError after `forget`."""
-        if not self._table:
-            raise NotInitializedError("this manager was closed; create a new one")
+        self._unregistered.clear()
 
 
 def _gemm_names(name: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -33,6 +33,19 @@ class Settings:
     on_overflow: str
     max_rows_per_rank: int
     config_digest: str
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A further name; compared like `Settings`."""
+
+    name: str
+    width: int
+    max_tokens: int
+    max_rows_per_rank: int
+
+
+Agreed = TypeVar("Agreed", Settings, Registration)
 
 
 def resolve_group(group: Any) -> ProcessGroup:
@@ -98,22 +111,24 @@ def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ConfigError(f"{name}={value!r} is not supported; use one of {', '.join(map(str, choices))}")
 
 
-def require_agreement(group: ProcessGroup, settings: Settings | TpOverlapError) -> Settings:
-    """Every rank's settings, or error, compared on every rank. Collective.
+def require_agreement(group: ProcessGroup, settings: Agreed | Exception) -> Agreed:
+    """Every rank's settings, or error, compared on every rank; returns ``settings``. Collective.
 
     A rank whose own arguments are illegal takes part with its error: if it raised at once, its peers would wait for it.
 
     Raises:
-        TpOverlapError: this rank's own error, or that another rank has one.
+        Exception: this rank's own error. ConfigError: another rank has one.
         RankMismatchError: settings differ; names each rank's value.
     """
     message = f"{type(settings).__name__}: {settings}" if isinstance(settings, Exception) else None
-    answers = agree(group, (message, None if isinstance(settings, Exception) else asdict(settings)))
+    answers: list[tuple[str | None, dict[str, Any]]] = agree(
+        group, (message, {} if isinstance(settings, Exception) else asdict(settings))
+    )
     if isinstance(settings, Exception):
         raise settings
     for rank, (error, _) in enumerate(answers):
         if error is not None:
-            raise ConfigError(f"rank {rank} could not set up: {error}")
+            raise ConfigError(f"rank {rank} was given something illegal: {error}; correct it there")
     for key, own in asdict(settings).items():
         values = [answer[key] for _, answer in answers]
         if any(value != own for value in values):

@@ -35,7 +35,7 @@ class TokenPartition:
     def __post_init__(self) -> None:
         if not self.counts:
             raise ActiveShapeError("a partition needs at least one rank, got no counts")
-        counts = tuple(_as_int(count) for count in self.counts)
+        counts = tuple(as_int(count) for count in self.counts)
         for rank, count in enumerate(counts):
             if count is None or count < 0:
                 raise ActiveShapeError(
@@ -115,7 +115,7 @@ class TokenPartition:
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _as_int(value: object) -> int | None:
+def as_int(value: object) -> int | None:
     """``value`` as an int; None when it is no integer, or a bool."""
     if isinstance(value, bool):
         return None
@@ -126,7 +126,7 @@ def _as_int(value: object) -> int | None:
 
 
 def _positive(name: str, value: object) -> int:
-    number = _as_int(value)
+    number = as_int(value)
     if number is None or number < 1:
         raise ActiveShapeError(f"{name} must be a positive integer, got {value!r}")
     return number

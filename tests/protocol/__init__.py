@@ -1,1 +1,1 @@
-"""Explicit-state check of the signal protocol that `docs/protocol.md` describes. ``python -m tests.protocol`` prints it."""
+"""Explicit-state check of the signal protocol (`docs/protocol.md`). ``python -m tests.protocol`` prints its results."""

@@ -1,4 +1,4 @@
-"""What one exploration models: sizes, operations, who misbehaves, and which rule of the protocol is broken on purpose."""
+"""What one exploration models: sizes, operations, who misbehaves, and which rule is broken on purpose."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ BROKEN = {
     "poison_once": "(k) waiters are poisoned once, although a late peer overwrites the poison with its genuine flag",
     "waiter_first": "(l) one hardware queue, and the waits of an operation are enqueued before its sends",
     "host_publishes": "(m) the host publishes descriptors when it issues, not in stream order",
-    "deaf_check": "(o) a rank without unfinished work does not look at its abort words",
     "grant_after_send": "(n) the credit of a held slot is enqueued after the sends of the operation that ends the hold",
+    "deaf_check": "(o) a rank without unfinished work does not look at its abort words",
+    "stale_flags": "(p) the flag of a piece that operations do not have is left alone for half of the epochs",
 }
 """Broken variants. (d), depth 1 with the credit of two uses ago, is ``Config(depth=1, credit_lag=2)``."""
 
@@ -38,7 +39,9 @@ class Config:
         ring: descriptors kept for each source.
         modulus: epochs are stored modulo this (2**32 in the real words).
         first_epoch: epoch that all words start with; close to ``modulus`` makes a short run wrap around.
-        pieces: flags a chunk.
+        pieces: pieces of a chunk in each operation, each with a flag; a single entry counts for all operations. A flag
+            that an operation does not need is written all the same, after the data (see rule p).
+        rowless: a rank that owns no row: no data is sent by it (AG) or to it (RS), and it waits for no credit.
         gated: an operation's sends start after the caller's stream has reached the operation (the engine does this).
             False frees the senders of every event, so that credits alone must protect slots.
         caller_streams: 2 gives each region a caller's stream of its own.
@@ -60,7 +63,8 @@ class Config:
     ring: int = 16
     modulus: int = 16
     first_epoch: int = 13
-    pieces: int = 1
+    pieces: tuple[int, ...] = (1,)
+    rowless: int | None = None
     gated: bool = True
     caller_streams: int = 1
     one_queue: bool = False
@@ -76,14 +80,24 @@ class Config:
         if unknown:
             raise ValueError(f"unknown broken rules {sorted(unknown)}; there are {sorted(BROKEN)}")
         if self.device and self.modulus // 2 < len(self.ops) + self.depth:
-            raise ValueError(f"modulus={self.modulus}: a poisoned rank runs through its whole queue, half of the epochs")
+            raise ValueError(
+                f"modulus={self.modulus}: a poisoned rank runs through its whole queue, half of the epochs"
+            )
 
     @property
     def reducible(self) -> bool:
-        """Whether `Model.settle`'s reduction is sound (see there): words are monotone and no stream is dropped early."""
-        monotone = not self.broken and self.ring >= len(self.ops) and self.credit_lag is None and self.descriptor_wait
+        """Whether the reduction of `model` is sound: words are monotone and no stream is dropped early."""
+        # These break data, not words.
+        races = {"flag_before_data", "no_credit_wait", "credit_before_read", "poison_before_abort"}
+        monotone = set(self.broken) <= races and self.ring >= len(self.ops) and self.descriptor_wait
         early = (self.gives_up or self.deviates) and not self.device
         return monotone and not early and not (self.gives_up and self.dies is not None)
+
+    def num_pieces(self, seq: int, kind: str, source: int, destination: int) -> int:
+        """Pieces that ``source`` sends to ``destination`` in operation number ``seq``."""
+        if self.rowless == (source if kind == "A" else destination):
+            return 0
+        return self.pieces[seq - 1] if len(self.pieces) > 1 else self.pieces[0]
 
     def rank_ops(self, rank: int) -> list[tuple[str, int]]:
         """(letter, variant) of each operation that ``rank`` issues; variant 1 is another T, 2 are other counts."""

@@ -17,7 +17,7 @@ class Result:
         states, moves: visited states and transitions (with ``reduce``: after eager steps have settled).
         violation: the violated check, or None.
         trace: the steps that lead to it, one line each.
-        finals: distinct final states (program counters and errors) and how often each was met.
+        finals: distinct final states (program counters and errors).
     """
 
     config: Config

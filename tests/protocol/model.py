@@ -13,9 +13,11 @@ Reduction (`Model.settle`), used for three ranks. Steps are classified by what t
 * data reads, data writes and everything a watchdog does are never eager, all their interleavings are explored.
 * of the rank that may stop, an eager step and "stop here" form the persistent set together.
 * time-outs fire only when nothing else can happen (or any time, for a rank in ``gives_up``, which is no alternative
-  to an eager step either: it only adds enabled waits). Poison is the one second writer of a word. That order is
+  to an eager step either: it only adds enabled waits). A rank that has seen an abort stores its error in a step that
+  only its own watchdog notices, which is therefore eager too. Poison is the one second writer of a word. That order is
   covered because a poisoned word passes every wait and the watchdog poisons again what a late peer has overwritten:
-  the state in which the flag came first simulates the other.
+  the state in which the flag came first simulates the other. So what lies in a released rank's memory no longer
+  matters: `_bury` sets it to poison, and steps that only touch such memory become eager (`Step.eager_when`).
 
 `Config.reducible` refuses models that break these premises; a test compares full and reduced exploration.
 """
@@ -23,7 +25,8 @@ Reduction (`Model.settle`), used for three ranks. Steps are classified by what t
 from __future__ import annotations
 
 from .config import Config
-from .program import Step, build
+from .program import build
+from .steps import Step
 from .words import MISMATCH, OK, POISON, STOPPED, TIMEOUT
 
 Move = tuple[str, bytes, str | None]

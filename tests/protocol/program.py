@@ -19,72 +19,24 @@ same rules: an AG cell is the chunk of a source, an RS cell the partial rows tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from .config import Config
-from .words import FREE, MISMATCH, POISON, READ, STOPPED, WRITING, WRITTEN, Words, datum, describe, digest, record, seq_of
-
-State = bytes | bytearray
-Guard = Callable[[State], bool]
-Effect = Callable[[bytearray], str | None]
-
-
-@dataclass(frozen=True)
-class Step:
-    """An atomic step of a stream.
-
-    Attributes:
-        guard: whether it is enabled; None: always.
-        effect: changes the words; returns the check that it violates.
-        eager: see `model`.
-        eager_when: a word; once it is set the step is eager too.
-        shows: another stream could tell that it happened (so a rank may stop before it).
-        waits: words that a watchdog poisons to let it go on.
-    """
-
-    label: str
-    guard: Guard | None = None
-    effect: Effect | None = None
-    eager: bool = False
-    eager_when: int | None = None
-    shows: bool = False
-    waits: tuple[int, ...] = ()
-
-
-@dataclass
-class Thread:
-    """A stream of a rank, and the word that holds its program counter."""
-
-    rank: int
-    name: str
-    pc: int
-    steps: list[Step] = field(default_factory=list)
-
-
-@dataclass
-class Code:
-    """All programs of a model, with what its watchdogs need to know."""
-
-    words: Words
-    threads: list[Thread]
-    waited: list[set[int]]
-    differs: list[list[Callable[[State], bool]]]
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operation of one rank."""
-
-    rank: int
-    seq: int
-    kind: str  # A or R: also its region; S uses none
-    use: int  # 1, 2, ... within the region
-    variant: int
-    held: bool
-
-    def __str__(self) -> str:
-        names = {"A": f"AG, use {self.use}", "R": f"RS, use {self.use}", "S": "sequential"}
-        return f"op {self.seq} ({names[self.kind]})"
+from .steps import Code, Guard, Op, State, Step, Thread
+from .words import (
+    FREE,
+    MISMATCH,
+    POISON,
+    READ,
+    STOPPED,
+    WRITING,
+    WRITTEN,
+    Words,
+    datum,
+    describe,
+    digest,
+    record,
+    seq_of,
+)
 
 
 def build(config: Config) -> Code:
@@ -116,13 +68,7 @@ class _RankBuilder:
         self.waited: set[int] = set()
         self.differs: list[Callable[[State], bool]] = []
         size = config.tp_size
-        self.destinations = [(rank + k) % size for k in range(1, size)]
-        self.sources = [(rank - k) % size for k in range(1, size)]
-        if "plain_comparison" in config.broken:
-            self.reached = lambda flag, epoch: flag == POISON or flag >= epoch
-        else:
-            half, modulus = config.modulus // 2, config.modulus
-            self.reached = lambda flag, epoch: flag == POISON or (flag - epoch) % modulus < half
+        self.peers = [(rank + k) % size for k in range(1, size)]
 
     def build(self) -> None:
         config = self.config
@@ -150,14 +96,14 @@ class _RankBuilder:
     def _operation(self, op: Op, ended: Op | None, comm: Thread, caller: Thread, host: Thread) -> None:
         """Append one operation's steps; ``ended`` is the held use whose hold it ends."""
         broken = self.config.broken
-        publish = [step for peer in self.destinations for step in self._publish(op, peer)]
+        publish = [step for peer in self.peers for step in self._publish(op, peer)]
         if op.kind == "S":
-            expect = [step for source in self.sources for step in self._expect(op, caller, source)]
+            expect = [step for source in self.peers for step in self._expect(op, caller, source)]
             caller.steps += self._start(op, caller) + publish + expect
             return
         grants: list[Step] = []
         if ended is not None:
-            reads = [s for source in self.sources for s in self._reads(ended, source, arrival=False)]
+            reads = [s for source in self._sources(ended) for s in self._reads(ended, source, arrival=False)]
             grants = reads + self._credits(ended)
         credits = [] if op.held else self._credits(op)
         head, receives, tail = self._start(op, caller), self._receives(op, caller), [self._join(op)]
@@ -187,6 +133,13 @@ class _RankBuilder:
     def _label(self, op: Op, text: str) -> str:
         return f"rank {self.rank}, {op}: {text}"
 
+    def _sources(self, op: Op) -> list[int]:
+        """Whom it receives from, in the order of `tpoverlap.comm.schedule`: the ring runs the other way round in RS."""
+        return self.peers if op.kind == "A" else self.peers[::-1]
+
+    def _destinations(self, op: Op) -> list[int]:
+        return self.peers[::-1] if op.kind == "A" else self.peers
+
     def _stored(self, use: int) -> int:
         return (self.config.first_epoch + use) % self.config.modulus
 
@@ -202,14 +155,14 @@ class _RankBuilder:
         if op.kind == "R":
             made = self.at("made", self.rank, caller.name)
             count = self.config.tp_size - 1
-            for number, peer in enumerate(self.destinations):
+            for number, peer in enumerate(self._destinations(op)):
                 label = self._label(op, f"partial rows for rank {peer} are computed")
                 steps.append(self._set(label, made, (op.use - 1) * count + number + 1))
         return steps
 
     def _join(self, op: Op) -> Step:
         sent = self.at("sent", self.rank)
-        return self._wait(self._label(op, "the caller's stream joins the sends"), lambda state: state[sent] >= op.seq)
+        return self._wait_count(self._label(op, "the caller's stream joins the sends"), sent, op.seq)
 
     @staticmethod
     def _set(label: str, word: int, value: int) -> Step:
@@ -218,9 +171,23 @@ class _RankBuilder:
 
         return Step(label, None, effect, eager=True, shows=True)
 
+    def _wait_count(self, label: str, word: int, count: int) -> Step:
+        """Waits for an event of the same rank: a local counter, which no watchdog poisons."""
+        return self._wait(label, lambda state: state[word] >= count)
+
     @staticmethod
     def _wait(label: str, guard: Guard, waits: tuple[int, ...] = ()) -> Step:
         return Step(label, guard, None, eager=True, waits=waits)
+
+    def _wait_epoch(self, label: str, word: int, epoch: int) -> Step:
+        self.waited.add(word)
+        half, modulus, plain = self.config.modulus // 2, self.config.modulus, "plain_comparison" in self.config.broken
+
+        def reached(state: State) -> bool:
+            flag = state[word]
+            return flag == POISON or (flag >= epoch if plain else (flag - epoch) % modulus < half)
+
+        return self._wait(label, reached, (word,))
 
     # -- sends ---------------------------------------------------------------------------------------------------
 
@@ -228,18 +195,20 @@ class _RankBuilder:
         started = self.at("started", self.rank, caller.name)
         made = self.at("made", self.rank, caller.name)
         gated, count = self.config.gated, self.config.tp_size - 1
-        gate: Guard = (lambda state: state[started] >= op.seq) if gated else (lambda state: True)
-        steps = [self._wait(self._label(op, "the comm stream may start"), gate)]
-        for number, peer in enumerate(self.destinations):
+        steps = [self._wait_count(self._label(op, "the comm stream may start"), started, op.seq if gated else 0)]
+        for number, peer in enumerate(self._destinations(op)):
             if op.kind == "R" and gated:
                 chunk = (op.use - 1) * count + number + 1
                 label = self._label(op, f"the comm stream sees the partial rows for rank {peer}")
-                steps.append(self._wait(label, lambda state, chunk=chunk: state[made] >= chunk))  # type: ignore[misc]
-            if "no_credit_wait" not in self.config.broken:
+                steps.append(self._wait_count(label, made, chunk))
+            pieces = self.config.num_pieces(op.seq, op.kind, self.rank, peer)
+            if pieces and "no_credit_wait" not in self.config.broken:
                 steps.append(self._wait_credit(op, peer))
-            for piece in range(self.config.pieces):
+            for piece in range(pieces):
                 copy, flag = self._copy(op, peer, piece), self._arrival(op, peer, piece)
                 steps += [flag, *copy] if "flag_before_data" in self.config.broken else [*copy, flag]
+            if "stale_flags" not in self.config.broken:
+                steps += [self._arrival(op, peer, piece) for piece in range(pieces, max(self.config.pieces))]
             steps += late_publish
             late_publish = []
         return [*steps, self._set(self._label(op, "sends are done"), self.at("sent", self.rank), op.seq)]
@@ -247,10 +216,8 @@ class _RankBuilder:
     def _wait_credit(self, op: Op, peer: int) -> Step:
         lag = self.config.depth if self.config.credit_lag is None else self.config.credit_lag
         word = self.at("credit", self.rank, op.kind, self._slot(op), peer, initial=self.config.first_epoch)
-        self.waited.add(word)
-        epoch, reached = self._stored(op.use - lag), self.reached
         label = self._label(op, f"has the credit of rank {peer} for use {op.use - lag}")
-        return self._wait(label, lambda state: reached(state[word], epoch), (word,))
+        return self._wait_epoch(label, word, self._stored(op.use - lag))
 
     def _copy(self, op: Op, peer: int, piece: int) -> list[Step]:
         cell = self.at("data", peer, op.kind, self._slot(op), self.rank, piece)
@@ -349,7 +316,7 @@ class _RankBuilder:
     def _remember(self, op: Op, started: int) -> None:
         """For the watchdog: does some peer's record of this operation, while it is the current one, differ?"""
         own = record(op.seq, op.kind, op.variant), digest(op.kind, op.use, op.variant)
-        for source in self.sources:
+        for source in self.peers:
             words = self._descriptor_words(self.rank, source, op)
 
             def differs(state: State, words: tuple[int, int] = words) -> bool:
@@ -362,7 +329,7 @@ class _RankBuilder:
 
     def _receives(self, op: Op, caller: Thread) -> list[Step]:
         steps: list[Step] = []
-        for source in self.sources:
+        for source in self._sources(op):
             expect = self._expect(op, caller, source)
             reads = self._reads(op, source, arrival=True)
             steps += [*expect, *reads] if self.config.descriptor_wait else [reads[0], *expect, *reads[1:]]
@@ -371,15 +338,11 @@ class _RankBuilder:
     def _reads(self, op: Op, source: int, arrival: bool) -> list[Step]:
         """Wait for (unless it is a held slot's late reader) and read what ``source`` sent."""
         steps: list[Step] = []
-        for piece in range(self.config.pieces):
+        for piece in range(self.config.num_pieces(op.seq, op.kind, source, self.rank)):
             word = self._arrival_word(self.rank, op, source, piece)
-            self.waited.add(word)
-            epoch, reached = self._stored(op.use), self.reached
             if arrival:
                 label = self._label(op, f"piece {piece} of rank {source} has arrived")
-                steps.append(
-                    self._wait(label, lambda s, word=word, reached=reached: reached(s[word], epoch), (word,))  # type: ignore[misc]
-                )
+                steps.append(self._wait_epoch(label, word, self._stored(op.use)))
             steps.append(self._read(op, source, piece, last=not (arrival and op.held)))
         return steps
 
@@ -387,7 +350,7 @@ class _RankBuilder:
         # One step is enough: a write that could fall into a longer read could as well come just before it.
         cell = self.at("data", self.rank, op.kind, self._slot(op), source, piece)
         expected = datum(op.use - 1, op.variant, 0, WRITTEN)
-        aborts = [self.at("abort", self.rank, peer) for peer in self.sources]
+        aborts = [self.at("abort", self.rank, peer) for peer in self.peers]
         released, taint, device = self.released, self.taint, self.config.device
 
         def effect(state: bytearray) -> str | None:
@@ -407,7 +370,7 @@ class _RankBuilder:
 
     def _credits(self, op: Op) -> list[Step]:
         steps = []
-        for peer in self.sources:
+        for peer in self.peers:
             word = self.at("credit", peer, op.kind, self._slot(op), self.rank, initial=self.config.first_epoch)
             steps.append(self._set(self._label(op, f"credit to rank {peer}"), word, self._stored(op.use)))
         return steps

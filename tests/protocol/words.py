@@ -61,7 +61,8 @@ def describe(cell: int) -> str:
     if cell == 0:
         return "nothing"
     phase = ("consumed", "half-written", "written")[cell & 3]
-    return f"use {(cell >> 5) + 1} ({phase}{', tainted' if cell & 4 else ''}{f', variant {v}' if (v := cell >> 3 & 3) else ''})"
+    variant = f", variant {cell >> 3 & 3}" if cell >> 3 & 3 else ""
+    return f"use {(cell >> 5) + 1} ({phase}{', tainted' if cell & 4 else ''}{variant})"
 
 
 def record(seq: int, kind: str, variant: int) -> int:

@@ -19,9 +19,10 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from tpoverlap.tools.doctor import probes, probes_cpu, probes_cuda, worker_cuda
+from tpoverlap.tools.doctor import conclusions, probes, probes_cpu, probes_cuda, worker_cuda
 from tpoverlap.tools.doctor.children import ChildResult, first_reason, run_ranks, worst
 from tpoverlap.tools.doctor.command import doctor
+from tpoverlap.tools.doctor.conclusions import BackendRun
 from tpoverlap.tools.doctor.report import Report, Row, Status, render
 
 # --- processes: whatever they do, the parent gets a result in time and nothing stays behind ---------------------
@@ -347,27 +348,66 @@ def test_symmetric_memory_on_real_gpus() -> None:
 
 
 def _rows(**statuses: Status) -> list[Row]:
-    names = {
-        "shm": "shared memory",
-        "gloo": "process group (gloo)",
-        "symm": "symmetric memory",
-        "nccl": "process group (nccl)",
-    }
+    names = {"shm": "shared memory", "gloo": "process group (gloo)", "symm": "symmetric memory"}
     return [
         Row("x", name, statuses.get(key, Status.SKIPPED), f"{key} detail", "how", f"fix {key}")
         for key, name in names.items()
     ]
 
 
-def test_conclusions_follow_the_probes() -> None:
-    backends = {row.name: row for row in probes.backend_rows(_rows(shm=Status.FAILED, gloo=Status.OK))}
-    assert [backends[name].status for name in ("cuda", "shared", "process_group")] == ["skipped", "failed", "ok"]
-    assert backends["shared"].remedy == "fix shm"
-    methods = {row.name: row.status for row in probes.method_rows(list(backends.values()))}
-    assert methods == dict.fromkeys(probes.METHODS, Status.OK) | {"fused": Status.SKIPPED}
-    nothing = probes.backend_rows(_rows(shm=Status.FAILED, gloo=Status.TIMEOUT, symm=Status.FAILED))
-    assert all(row.status is not Status.OK for row in [*nothing, *probes.method_rows(nothing)])
-    assert not Report(tuple(nothing), 1.0).works
+def _report(runs: list[BackendRun]) -> Report:
+    return Report(tuple(conclusions.backend_rows([], runs) + conclusions.method_rows(runs)), 1.0)
+
+
+def test_a_backend_is_tried_only_when_what_it_needs_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, str, int]] = []
+
+    def fake(task: str, num_ranks: int, *, settings: dict[str, str], **kwargs: Any) -> list[ChildResult]:
+        tried.append((settings["backend"], settings["device"], num_ranks))
+        sections: dict[str, dict[str, Any]] = {method: {} for method in conclusions.METHODS}
+        return [ChildResult(rank, sections, exit_code=0) for rank in range(num_ranks)]
+
+    monkeypatch.setattr(conclusions, "run_ranks", fake)
+    runs = conclusions.run_methods(_rows(shm=Status.FAILED, gloo=Status.OK), 5, 5)
+    assert tried == [("process_group", "cpu", 2)]
+    backends = _report(runs).section("backends")
+    assert backends["shared on cpu"].status is Status.FAILED and backends["shared on cpu"].remedy == "fix shm"
+    assert backends["process_group on cpu"].ok and backends["cuda on cuda"].status is Status.SKIPPED
+    assert _report(runs).works
+
+    tried.clear()
+    runs = conclusions.run_methods(_rows(shm=Status.OK, gloo=Status.TIMEOUT), 5, 5)
+    assert not tried and not _report(runs).works, "every manager starts from a process group"
+
+
+def test_a_method_counts_only_when_it_was_right_on_every_rank() -> None:
+    done: dict[str, dict[str, Any]] = {method: {} for method in conclusions.METHODS}
+    partly = {"sequential": {}, "ring_exchange": {}, "step": {"name": "pipeline"}, "error": {"message": "off by 3"}}
+    results = [ChildResult(0, done, exit_code=0), ChildResult(1, partly, exit_code=1)]
+    report = _report([conclusions.summarise("shared", "cpu", results)])
+    statuses = {name: row.status for name, row in report.section("methods").items()}
+    assert statuses == {
+        "sequential": "ok", "ring_exchange": "ok", "pipeline": "failed", "bulk": "failed", "fused": "skipped"
+    }  # fmt: skip
+    backend = report.section("backends")["shared on cpu"]
+    assert backend.status is Status.FAILED
+    assert "right: ring_exchange, sequential; rank 1, in step 'pipeline': off by 3" in backend.detail
+
+
+def test_methods_run_for_real_and_a_wrong_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = conclusions.run_ranks
+    for name in ("worker.py", "worker_methods.py"):
+        source = Path(conclusions.__file__).with_name(name).read_text()
+        # Rank 1 multiplies by another weight where the reduce-scatter of the ring is tried.
+        source = source.replace("def scatter(name: str) -> None:\n", "def scatter(name: str) -> None:\n" + " " * 12 +
+            "partial_weight[1].mul_(1.01 if rank == 1 and name == 'fc2_fprop' else 1.0)\n")  # fmt: skip
+        (tmp_path / name).write_text(source)
+    monkeypatch.setattr(conclusions, "run_ranks", lambda *a, **k: real(*a, **k, worker=tmp_path / "worker.py"))
+    runs = conclusions.run_methods(_rows(shm=Status.OK), 40, 40)
+    assert [run.status for run in runs[:2]] == ["skipped", "skipped"], "gloo was not probed: not tried"
+    runs = conclusions.run_methods(_rows(shm=Status.OK, gloo=Status.OK), 40, 40)
+    assert runs[0].status is Status.FAILED and runs[0].right == {"sequential"}
+    assert "in step 'ring_exchange': RuntimeError: fc2_fprop: gemm_reduce_scatter is off by" in runs[0].reason
 
 
 def test_a_probe_that_raises_is_a_row() -> None:
@@ -381,12 +421,17 @@ def test_a_probe_that_raises_is_a_row() -> None:
 def test_table_shows_rows_and_remedies_literally() -> None:
     rows = (
         Row("gpu", "links", Status.UNKNOWN, "GPUs [0, 1] in [bold]", "asked [nobody]", "do [this]"),
-        Row("backends", "shared", Status.OK, "", ""),
+        Row("methods", "bulk", Status.OK, "", ""),
     )
     stream = io.StringIO()
     render(Report(rows, 0.1), Console(file=stream, width=200))
     text = stream.getvalue()
-    for part in ("GPUs [0, 1] in [bold]", "asked [nobody]", "links: do [this]", "works here: shared"):
+    for part in (
+        "GPUs [0, 1] in [bold]",
+        "asked [nobody]",
+        "links: do [this]",
+        "works here: bulk; backends without a fault: none",
+    ):
         assert part in text
 
 
@@ -397,8 +442,8 @@ def test_command_on_this_machine(tmp_path: Path) -> None:
     assert torch.cuda.is_available() or time.monotonic() - started < 30
     assert result.exit_code == 0, result.output
     report = json.loads(path.read_text())
-    assert report["works"] and report["backends"]["shared"] == "ok"
-    assert set(report["methods"]) == {*probes.METHODS, "fused"}
+    assert report["works"] and report["backends"]["shared on cpu"] == "ok", report["rows"]
+    assert report["methods"] == dict.fromkeys(conclusions.METHODS, "ok") | {"fused": "skipped"}, report["rows"]
     assert all(row["how"] and row["detail"] for row in report["rows"])
     assert "ring_exchange" in result.stdout
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("tpoverlap-doctor-")]
@@ -407,7 +452,7 @@ def test_command_on_this_machine(tmp_path: Path) -> None:
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Status], None]:
     def install(status: Status) -> None:
-        report = Report((Row("backends", "shared", status, "d", "h"),), 0.1)
+        report = Report((Row("methods", "bulk", status, "d", "h"),), 0.1)
         monkeypatch.setattr(probes, "run_probes", lambda **kwargs: report)
 
     return install
@@ -417,13 +462,13 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Status], None]:
 def test_json_to_stdout_is_nothing_but_json(arguments: list[str], canned: Callable[[Status], None]) -> None:
     canned(Status.OK)
     result = CliRunner().invoke(doctor, arguments)
-    assert result.exit_code == 0 and json.loads(result.stdout)["backends"] == {"shared": "ok"}
+    assert result.exit_code == 0 and json.loads(result.stdout)["methods"] == {"bulk": "ok"}
 
 
 def test_exit_code_when_nothing_works(canned: Callable[[Status], None]) -> None:
     canned(Status.FAILED)
     result = CliRunner().invoke(doctor, [])
-    assert result.exit_code == 1 and "no backend works here" in result.stdout
+    assert result.exit_code == 1 and "nothing works here" in result.stdout
 
 
 def test_unwritable_json_is_refused_before_probing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 
+from tpoverlap.comm.cuda_side_channel import SideChannel
 from tpoverlap.comm.cuda_streams import CudaStream
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.diagnosis import Diagnosis
@@ -42,11 +43,9 @@ class CudaSignals(Signals):
     def __init__(self, arena: CudaArena, layout: ArenaLayout, device: torch.device, timeout_s: float) -> None:
         self._arena = arena
         self._layout = layout
-        self._device = device
         self._diagnosis = Diagnosis(arena.rank, arena.tp_size, timeout_s, self.peer_words)
         self._arenas: list[tuple[CudaArena, ArenaLayout]] = [(arena, layout)]
-        # The watchdog's own stream: waits on any other stream must not block what releases them.
-        self._side = torch.cuda.Stream(device=device, priority=-1)
+        self._side = SideChannel(device)
         self._control = torch.zeros(layout.control_bytes, dtype=torch.uint8, pin_memory=True)
 
     def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:
@@ -90,10 +89,7 @@ class CudaSignals(Signals):
         return self._diagnosis
 
     def snapshot(self) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
-            own = self._arena.bytes_of(self._arena.rank)[: self._layout.control_bytes]
-            self._control.copy_(own, non_blocking=True)
-            self._side.synchronize()
+        self._side.read(self._arena.address(self._arena.rank), self._control)
 
     def peer_words(self, peer: int, sequence: int) -> tuple[int, int]:
         words = self._control.numpy().view(np.uint64)
@@ -104,24 +100,24 @@ class CudaSignals(Signals):
         return int(self._control.numpy().view(np.uint32)[self._layout.abort_offset(peer) // 4])
 
     def announce_abort(self, word: int) -> None:
-        value = torch.tensor([word], dtype=torch.int32).pin_memory()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
-            for peer in range(self._arena.tp_size):
-                if peer != self._arena.rank:
-                    offset = self._layout.abort_offset(self._arena.rank)
-                    self._arena.view(peer, offset, (1,), torch.int32).copy_(value, non_blocking=True)
-            self._side.synchronize()
+        value = torch.tensor([word], dtype=torch.int32).view(torch.uint8).pin_memory()
+        offset = self._layout.abort_offset(self._arena.rank)
+        for peer in range(self._arena.tp_size):
+            if peer != self._arena.rank:
+                self._side.write(self._arena.address(peer) + offset, value)
 
     def release(self, pending: list[Descriptor]) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
-            for arena, layout in self._arenas:
-                own = arena.bytes_of(arena.rank)
-                own[layout.control_bytes :].fill_(0xFF)  # NaN in bfloat16, float16, float32 and float8
-                self._side.synchronize()
-                control = own[: layout.control_bytes].cpu().pin_memory()
-                self._poison(control.numpy(), arena, layout, pending)
-                own[: layout.control_bytes].copy_(control, non_blocking=True)
-                self._side.synchronize()
+        for arena, layout in self._arenas:
+            address = arena.address(arena.rank)
+            # 0xFF is NaN in bfloat16, float16, float32 and float8.
+            self._side.fill(address + layout.control_bytes, 0xFF, layout.total_bytes - layout.control_bytes)
+            control = torch.empty(layout.control_bytes, dtype=torch.uint8, pin_memory=True)
+            self._side.read(address, control)
+            self._poison(control.numpy(), arena, layout, pending)
+            self._side.write(address, control)
+
+    def close(self) -> None:
+        self._side.close()
 
     def _poison(self, control: Any, arena: CudaArena, layout: ArenaLayout, pending: list[Descriptor]) -> None:
         words = control.view(np.uint32)
@@ -139,7 +135,7 @@ class CudaSignals(Signals):
 
 def _handle(stream: Stream) -> Any:
     assert isinstance(stream, CudaStream), f"CUDA signals on {stream!r}"
-    return driver.CUstream(stream.handle)
+    return stream.handle
 
 
 def _write(stream: Stream, address: int, epoch: int) -> None:

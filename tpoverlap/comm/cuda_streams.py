@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from cuda.bindings import driver
 
 from tpoverlap.comm.streams import Event, Stream, Work
+from tpoverlap.errors import BackendUnavailableError
 
 
 class CudaEvent(Event):
@@ -18,25 +20,35 @@ class CudaEvent(Event):
 
 
 class CudaStream(Stream):
-    """A CUDA stream. ``run`` launches at once; the GPU keeps the order."""
+    """A CUDA stream. ``run`` launches at once; the GPU keeps the order.
+
+    Attributes:
+        handle: the driver's handle, for stream memory operations.
+    """
 
     def __init__(self, label: str, stream: torch.cuda.Stream) -> None:
         self.label = label
         self.stream = stream
+        self.handle = driver.CUstream(int(stream.cuda_stream))
 
     @classmethod
     def create(cls, label: str, device: torch.device, *, high_priority: bool) -> CudaStream:
         """A new stream. A transfer that is ready must not queue behind GEMMs, so comm streams get high priority."""
         return cls(label, torch.cuda.Stream(device=device, priority=-1 if high_priority else 0))
 
-    @property
-    def handle(self) -> int:
-        """The driver's stream handle."""
-        return int(self.stream.cuda_stream)
-
     def run(self, work: Work) -> None:
         with torch.cuda.stream(self.stream):
             work()
+
+    def enqueue(self, work: Work) -> None:
+        work()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.is_contiguous() and source.is_contiguous(), "a copy engine moves contiguous bytes"
+        size_bytes = source.numel() * source.element_size()
+        (status,) = driver.cuMemcpyDtoDAsync(target.data_ptr(), source.data_ptr(), size_bytes, self.handle)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise BackendUnavailableError(f"copying {size_bytes} bytes to a peer failed: {status}")
 
     def record(self) -> Event:
         event = torch.cuda.Event()
@@ -49,3 +61,10 @@ class CudaStream(Stream):
 
     def close(self) -> None:
         pass
+
+
+class CurrentCudaStream(CudaStream):
+    """The caller's stream: it is current already, so work needs no switch."""
+
+    def run(self, work: Work) -> None:
+        work()

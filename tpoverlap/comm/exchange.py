@@ -71,7 +71,7 @@ class Exchange(ABC):
             ready: event after which ``source`` may be read; None: now, in the caller's order.
         """
         self._comm.wait(self.caller.record() if ready is None else ready)
-        self._comm.run(lambda: self._send(step, source, base_row))
+        self._comm.enqueue(lambda: self._send(step, source, base_row))
 
     def copy_own(self, source: torch.Tensor, first_element: int) -> None:
         """Copy own rows into the local slot too, on the comm stream (for readers of the whole activation)."""
@@ -81,7 +81,7 @@ class Exchange(ABC):
         reader = self._region.last_reader.get(self._epoch % self._region.depth)
         if reader is not None:
             self._comm.wait(reader)
-        self._comm.run(lambda: view.copy_(source, non_blocking=True))
+        self._comm.enqueue(lambda: self._comm.copy(view, source))
         self._own_copy_done = self._comm.record()
 
     def wait_own(self, stream: Stream) -> None:
@@ -91,7 +91,7 @@ class Exchange(ABC):
 
     def wait(self, step: Step, stream: Stream) -> None:
         """``stream`` goes on once everything that ``step`` receives is in the local slot."""
-        stream.run(lambda: self._wait(step, stream))
+        stream.enqueue(lambda: self._wait(step, stream))
 
     def view(self, first_element: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Part of the local slot, typed. Valid until `finish`."""
@@ -174,7 +174,7 @@ class OneSidedExchange(Exchange):
             for peer in self._peers():
                 signals.publish(comm, peer, self._descriptor)
 
-        comm.run(publish)
+        comm.enqueue(publish)
 
     def _peers(self) -> list[int]:
         return [(self.rank + offset) % self.tp_size for offset in range(1, self.tp_size)]
@@ -189,7 +189,7 @@ class OneSidedExchange(Exchange):
                 self._channel.before_copy(transfer)
             rows = source[transfer.row_start - base_row : transfer.row_stop - base_row]
             target = self._region.view(peer, self._epoch, transfer.slot_element, tuple(rows.shape), self.dtype)
-            target.copy_(rows, non_blocking=True)
+            comm.copy(target, rows)
             signals.set_arrival(comm, peer, ref, transfer.piece)
             self._mark(comm, "sent", transfer.step)
 
@@ -208,7 +208,7 @@ class OneSidedExchange(Exchange):
             self.signals.expect(stream, peer, self._descriptor)
 
     def _finish(self) -> None:
-        self.caller.run(lambda: [self._expect(peer, self.caller) for peer in self._peers()])
+        self.caller.enqueue(lambda: [self._expect(peer, self.caller) for peer in self._peers()])
         self.caller.wait(self._comm.record())
         self._region.last_reader[self._ref.slot] = self.caller.record()
         if self._epoch not in self._region.held:
@@ -221,4 +221,4 @@ class OneSidedExchange(Exchange):
             for peer in self._peers():
                 signals.grant_credit(caller, peer, ref)
 
-        caller.run(grant)
+        caller.enqueue(grant)

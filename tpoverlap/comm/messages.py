@@ -178,6 +178,10 @@ class NcclExchange(Exchange):
             self._comm.wait(reader)
 
     def _send(self, step: Step, source: torch.Tensor, base_row: int) -> None:
+        self._comm.run(lambda: self._send_and_receive(step, source, base_row))
+
+    def _send_and_receive(self, step: Step, source: torch.Tensor, base_row: int) -> None:
+        # NCCL orders its own stream after the current one, so the comm stream must be current here.
         operations = [
             dist.P2POp(
                 dist.isend,

@@ -38,7 +38,7 @@ class Trace:
         """Note that ``stream`` has got here. Call it inside ``stream.run``."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(getattr(stream, "stream", None))
             with self._lock:
                 self._events.append((event, stream.label, what, step))
         else:

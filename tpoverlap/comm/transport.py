@@ -44,9 +44,9 @@ class Transport(ABC):
     def caller_stream(self) -> Stream:
         """The stream that the caller's tensors are ordered on."""
         if self.device.type == "cuda":
-            from tpoverlap.comm.cuda_streams import CudaStream
+            from tpoverlap.comm.cuda_streams import CurrentCudaStream
 
-            return CudaStream("caller", torch.cuda.current_stream(self.device))
+            return CurrentCudaStream("caller", torch.cuda.current_stream(self.device))
         return self._caller
 
     @abstractmethod
@@ -121,7 +121,7 @@ class OneSidedTransport(Transport):
             for peer in self._peers:
                 self.signals.expect(caller, peer, descriptor)
 
-        caller.run(publish_and_expect)
+        caller.enqueue(publish_and_expect)
 
     def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:
         self.signals.add_arena(arena, layout)
@@ -137,6 +137,9 @@ class OneSidedTransport(Transport):
 
     def release(self, pending: list[Descriptor]) -> None:
         self.signals.release(pending)
+
+    def close(self) -> None:
+        self.signals.close()
 
 
 def make_transport(backend: Backend, arena: Arena, layout: ArenaLayout, fault: Fault, timeout_s: float) -> Transport:

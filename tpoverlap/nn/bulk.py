@@ -65,7 +65,7 @@ class BulkReduceScatter(torch.autograd.Function):
 def _gather(comm: CommOverlap, partition: TokenPartition, x_shard_t: torch.Tensor, work: Any) -> tuple[Any, Any]:
     results: list[Any] = []
     gathered: list[torch.Tensor] = []
-    operation = comm.manager.operation(comm, partition, scatter=False, method=_method(comm))
+    operation = comm.manager.operation(comm, partition, scatter=False, beside=True)
     gather_beside(
         operation, x_shard_t, lambda: results.append(work()), lambda whole: gathered.append(whole.clone())
     )
@@ -75,13 +75,9 @@ def _gather(comm: CommOverlap, partition: TokenPartition, x_shard_t: torch.Tenso
 def _scatter(comm: CommOverlap, partition: TokenPartition, y: torch.Tensor, work: Any) -> tuple[Any, Any]:
     results: list[Any] = []
     out = y.new_empty(partition.counts[comm.manager.rank], y.shape[1])
-    operation = comm.manager.operation(comm, partition, scatter=True, method=_method(comm))
+    operation = comm.manager.operation(comm, partition, scatter=True, beside=True)
     scatter_beside(operation, y, lambda: results.append(work()), out)
     return out, results[0]
-
-
-def _method(comm: CommOverlap) -> str:
-    return "sequential" if comm.config.method == "sequential" or not comm.registered else "bulk"
 
 
 def _gemm_grads(

@@ -105,14 +105,14 @@ class _Backward:
         partial = self.input_grad.empty(self.partition.total, self.input_grad.width)
         gathered: list[torch.Tensor] = []
         # The gather's slot is read by wgrad, which runs beside the scatter: so the gather stays open until then.
-        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=False, method=self._side_method)
+        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=False, beside=True)
         with open_gather(operation, self.x_shard_t) as gather:
             gather.run_beside(lambda: self.input_grad.rows(0, self.partition.total, partial))
             gather.read(gathered.append)
             out = self.x_shard_t.new_empty(self.x_shard_t.shape)
             wgrad = self.layer.wgrad if self.layer.wgrad is not None else self.layer.dgrad
             scatter_beside(
-                self._manager.operation(wgrad, self.partition, scatter=True, method=self._side_method),
+                self._manager.operation(wgrad, self.partition, scatter=True, beside=True),
                 partial,
                 lambda: self._compute_weight_grads(gathered[0]),
                 out,
@@ -120,7 +120,7 @@ class _Backward:
         return out
 
     def _scatter_in_dgrad(self) -> torch.Tensor:
-        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=False, method=self._side_method)
+        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=False, beside=True)
         with open_gather(operation, self.x_shard_t) as gather:
             out = self._input_only()
             gather.read(self._compute_weight_grads)
@@ -129,16 +129,12 @@ class _Backward:
     def _input_only(self) -> torch.Tensor:
         """dx_shard by GEMM + reduce-scatter: there is no wgrad GEMM to put beside it."""
         out = self.x_shard_t.new_empty(self.x_shard_t.shape)
-        dgrad = self.layer.dgrad
-        method = None
-        if not dgrad.is_reduce_scatter:  # bulk dgrad with frozen weights: no bulk partner, so overlap the GEMM itself
-            method = "sequential" if self._side_method == "sequential" else "ring_exchange"
-        operation = self._manager.operation(dgrad, self.partition, scatter=True, method=method)
+        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=True)
         gemm_then_scatter(operation, self.input_grad, out)
         return out
 
     def _gather(self, work: Any, read: Any) -> None:
-        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=False, method=self._side_method)
+        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=False, beside=True)
         gather_beside(operation, self.x_shard_t, work, read)
 
     def _compute_weight_grads(self, gathered: torch.Tensor) -> None:
@@ -149,9 +145,3 @@ class _Backward:
     @property
     def _manager(self) -> Any:
         return self.layer.manager
-
-    @property
-    def _side_method(self) -> str:
-        """How whole collectives beside a GEMM run: by copy engine, unless the name asks for no overlap."""
-        sequential = self.layer.dgrad.config.method == "sequential" or not self.layer.dgrad.registered
-        return "sequential" if sequential else "bulk"

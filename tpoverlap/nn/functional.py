@@ -13,6 +13,7 @@ from tpoverlap.nn.column import ColumnLinear
 from tpoverlap.nn.inputs import (
     as_layer,
     full_partition,
+    require_communicator,
     require_matmul,
     require_output_width,
     shard_partition,
@@ -53,7 +54,10 @@ def all_gather_gemm(
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
     if not weights or len(biases) != len(weights):
-        raise ActiveShapeError(f"{layer.name}: {len(weights)} weights but {len(biases)} biases")
+        raise ActiveShapeError(
+            f"{layer.name}: {len(weights)} weights but {len(biases)} biases; give at least one weight, and one bias or "
+            "None for each"
+        )
     resolved = shard_partition(layer.fprop, x_shard_t, partition)
     require_matmul(layer.fprop, x_shard_t, weights)
     for one_weight, one_bias in zip(weights, biases, strict=True):
@@ -103,6 +107,7 @@ def bulk_all_gather(
     partition: TokenPartition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(all_gather(x_shard_t) [T, H], a @ b.T) for ``gemm=(a, b)``, the gather beside the independent GEMM."""
+    require_communicator(comm, scatter=False)
     resolved = shard_partition(comm, x_shard_t, partition)
     a, b = _require_operands(comm, gemm)
     gathered, product = BulkAllGather.apply(comm, resolved, x_shard_t, a, b)
@@ -116,6 +121,7 @@ def bulk_reduce_scatter(
     partition: TokenPartition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(reduce_scatter(y) [T_r, H], a @ b.T) for ``gemm=(a, b)``, the scatter beside the independent GEMM."""
+    require_communicator(comm, scatter=True)
     resolved = full_partition(comm, y, partition, "y")
     require_output_width(comm, y.shape[1])
     a, b = _require_operands(comm, gemm)
@@ -128,6 +134,11 @@ def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]
     for name, operand in (("a", a), ("b", b)):
         if operand.dim() != 2:
             raise ActiveShapeError(f"{comm.name}: gemm operand {name} must be 2-D, got {list(operand.shape)}")
+        if operand.device != comm.manager.device:
+            raise ActiveShapeError(
+                f"{comm.name}: gemm operand {name} is on {operand.device}, but the manager is on {comm.manager.device}; "
+                "move it"
+            )
     if a.shape[1] != b.shape[1] or a.dtype != b.dtype:
         raise ActiveShapeError(
             f"{comm.name}: gemm=(a, b) computes a @ b.T, but a is {list(a.shape)} {a.dtype} and b {list(b.shape)} {b.dtype}"
@@ -136,8 +147,10 @@ def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]
 
 
 def _require_bias(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype or bias.device != weight.device:
         raise ActiveShapeError(
-            f"{name}: the bias is {list(bias.shape)} {bias.dtype}, the weight {list(weight.shape)} {weight.dtype} "
-            f"needs [{weight.shape[0]}]"
+            f"{name}: the bias is {list(bias.shape)} {bias.dtype} on {bias.device}, the weight {list(weight.shape)} "
+            f"{weight.dtype} on {weight.device} needs [{weight.shape[0]}], with its dtype and device"
         )

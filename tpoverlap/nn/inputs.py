@@ -28,16 +28,29 @@ def as_layer(comm: Communicators, *, row: bool) -> LayerCommunicators:
         if phase == "fprop" and base:
             return comm.manager.layer(base, row=row)
         require_direction(comm, scatter=row)
-        generic = comm.manager.layer("qkv" if not row else "proj", row=row)
-        return LayerCommunicators(comm.manager, comm.name, comm, generic.dgrad, generic.wgrad)
-    raise ConfigError(f"comm must be a communicator or mgr.layer(...), got {type(comm).__name__}")
+        # No layer's name: its own options and regions serve backward too, whose widths are the same.
+        return LayerCommunicators(comm.manager, comm.name, comm, comm, None)
+    raise ConfigError(
+        f"comm must be mgr.layer(...) or a communicator from mgr.get(...), got {type(comm).__name__} {comm!r}"
+    )
+
+
+def require_communicator(comm: CommOverlap, *, scatter: bool) -> None:
+    """For functions that take one communicator: raise ConfigError unless it is one, and of this direction."""
+    if not isinstance(comm, CommOverlap):
+        raise ConfigError(f"comm must be one communicator, mgr.get('..._dgrad') for example, got {type(comm).__name__}")
+    if comm.manager.has_fixed_direction(comm.name):
+        require_direction(comm, scatter=scatter)
 
 
 def require_direction(comm: CommOverlap, *, scatter: bool) -> None:
     """Raise ConfigError when ``comm`` is configured for the other direction."""
     if comm.is_reduce_scatter != scatter:
         used = "reduce-scatter" if scatter else "all-gather"
-        raise ConfigError(f"{comm.name} is configured for {comm.config.direction}, but it is used for {used}")
+        raise ConfigError(
+            f"{comm.name} is configured for {comm.config.direction}, but it is used for {used}; "
+            "use a name of that direction (is_reduce_scatter in ub_cfgs gives your own names one)"
+        )
 
 
 def shard_partition(
@@ -75,7 +88,7 @@ def full_partition(
     resolved = _active(comm, partition)
     if resolved is None:
         if x.shape[0] == 0:
-            raise ActiveShapeError(f"{comm.name}: {what} has no row")
+            raise ActiveShapeError(f"{comm.name}: {what} has no row, and T cannot be 0; set the active shape")
         resolved = TokenPartition.balanced(x.shape[0], manager.tp_size)
     if x.shape[0] != resolved.total:
         raise ActiveShapeError(

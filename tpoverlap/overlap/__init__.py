@@ -2,6 +2,8 @@
 
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.registry import (
+    GATHER_METHODS,
+    SCATTER_METHODS,
     gather_beside,
     gather_then_gemm,
     gemm_then_scatter,
@@ -10,6 +12,8 @@ from tpoverlap.overlap.registry import (
 )
 
 __all__ = [
+    "GATHER_METHODS",
+    "SCATTER_METHODS",
     "OperationContext",
     "gather_beside",
     "gather_then_gemm",

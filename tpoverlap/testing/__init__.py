@@ -1,5 +1,6 @@
 """Spawned ranks, named shapes and tolerances: what tests and benchmarks of tpoverlap, and of code on it, share."""
 
+from tpoverlap.testing import faults
 from tpoverlap.testing.failure import RankError, RankFailure
 from tpoverlap.testing.numeric import assert_close_to_twin, assert_elementwise, relative_error
 from tpoverlap.testing.pool import RankPool
@@ -24,6 +25,7 @@ __all__ = [
     "RankPool",
     "assert_close_to_twin",
     "assert_elementwise",
+    "faults",
     "random_walk",
     "relative_error",
     "run_ranks",

@@ -31,7 +31,7 @@ import click
 def doctor(context: click.Context, json_path: str | None, timeout_s: float) -> None:
     """Find out, by trying it, which backends and methods work on this machine.
 
-    Every probe that could hang or crash runs in a process of its own. Exit code 0, or 1 when no backend works.
+    Every probe that could hang or crash runs in a process of its own. Exit code 0, or 1 when nothing works.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Run every probe and draw the conclusions: which backends and which methods work here."""
+"""Run every probe, and put the rows in order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tpoverlap.tools.doctor import probes_cpu, probes_cuda
 from tpoverlap.tools.doctor.children import ChildResult, run_ranks
+from tpoverlap.tools.doctor.conclusions import backend_rows, method_rows, run_methods
 from tpoverlap.tools.doctor.report import Report, Row, Status
 
-METHODS = ("ring_exchange", "pipeline", "bulk", "sequential")
 _PACKAGES = ("tpoverlap", "torch", "triton", "numpy", "cuda-bindings", "nvidia-ml-py")
 _GPU_ROWS = (
     "links",
@@ -50,8 +50,9 @@ def run_probes(*, cpu_timeout_s: float = 20.0, gpu_timeout_s: float = 60.0, say:
         cpu_rows = [shared.result(), handles.result(), gloo.result()]
     gpu_rows, extra = _gpu_rows(gpu_timeout_s, say)
     rows = [guard("machine", "versions", lambda: versions_row(extra)), *rows, *cpu_rows, *gpu_rows]
-    backends = backend_rows(rows)
-    rows += [*backends, *method_rows(backends)]
+    say("methods")
+    runs = run_methods(rows, cpu_timeout_s, gpu_timeout_s)
+    rows += [*backend_rows(rows, runs), *method_rows(runs)]
     return Report(tuple(rows), time.monotonic() - started)
 
 
@@ -134,32 +135,3 @@ def versions_row(extra: dict[str, str]) -> Row:
     found.update({name: extra.get(name, "-") for name in ("cuda", "nccl", "driver")})
     detail = ", ".join(f"{name} {value}" for name, value in found.items())
     return Row("machine", "versions", Status.OK, detail, "importlib.metadata, torch, NVML", data=found)
-
-
-def backend_rows(rows: list[Row]) -> list[Row]:
-    """One row a backend of the manager, from the probe that did what the backend does."""
-    by_name = {row.name: row for row in rows}
-    sources = {
-        "cuda": ("symmetric memory",),
-        "shared": ("shared memory",),
-        "process_group": ("process group (gloo)", "process group (nccl)"),
-    }
-    found = []
-    for backend, names in sources.items():
-        probes = [by_name[name] for name in names if name in by_name]
-        passed = [row for row in probes if row.ok]
-        chosen = passed or [row for row in probes if row.status is not Status.SKIPPED] or probes
-        status = chosen[0].status if chosen else Status.UNKNOWN
-        detail = "; ".join(f"{row.name}: {row.status}" for row in probes)
-        remedy = "" if passed or not chosen else chosen[0].remedy
-        found.append(Row("backends", backend, status, detail, f"follows from {' and '.join(names)}", remedy))
-    return found
-
-
-def method_rows(backends: list[Row]) -> list[Row]:
-    """One row a method: each of them needs what the probe of a backend exercised, and nothing else."""
-    working = [row.name for row in backends if row.ok]
-    status = Status.OK if working else Status.FAILED
-    detail = f"with backend {', '.join(working)}" if working else "no backend works"
-    rows = [Row("methods", name, status, detail, "any working backend has it") for name in METHODS]
-    return [*rows, Row("methods", "fused", Status.SKIPPED, "not in this release", "not tried")]

@@ -57,8 +57,8 @@ class Report:
 
     @property
     def works(self) -> bool:
-        """Whether any backend works here; the exit code of the command says the same."""
-        return any(row.ok for row in self.section("backends").values())
+        """Whether any method works on any backend here; the exit code of the command says the same."""
+        return any(row.ok for row in self.section("methods").values())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: ``schema, works, elapsed_s, backends {name: status}, methods {name: status}, rows [..]``."""
@@ -93,6 +93,9 @@ def render(report: Report, console: Console) -> None:
     for row in report:
         if row.remedy and row.status is not Status.SKIPPED:
             console.print(f"[bold]{escape(row.name)}:[/bold] {escape(row.remedy)}", highlight=False)
-    working = [name for name, row in report.section("backends").items() if row.ok]
-    verdict = f"works here: {', '.join(working)}" if working else "no backend works here"
-    console.print(f"{verdict} ({report.elapsed_s:.1f} s)", style="bold green" if working else "bold red")
+    verdict = "nothing works here"
+    if report.works:
+        methods = [name for name, row in report.section("methods").items() if row.ok]
+        backends = [name for name, row in report.section("backends").items() if row.ok]
+        verdict = f"works here: {', '.join(methods)}; backends without a fault: {', '.join(backends) or 'none'}"
+    console.print(f"{verdict} ({report.elapsed_s:.1f} s)", style="bold green" if report.works else "bold red")

@@ -1,7 +1,8 @@
 """Entry of a probe process: ``python -P worker.py '{"task": ..., "rank": ..., ...}'``.
 
-It and the ``worker_*.py`` beside it import nothing of tpoverlap, so that they start fast and still answer when the
-package itself does not import. Messages to the parent are lines on stdout: ``@tpoverlap-doctor ["section", {...}]``.
+It and the ``worker_*.py`` beside it (but for ``worker_methods.py``) import nothing of tpoverlap, so that they start
+fast and still answer when the package itself does not import. Messages to the parent are lines on stdout:
+``@tpoverlap-doctor ["section", {...}]``.
 """
 
 from __future__ import annotations

@@ -233,11 +233,11 @@ def symmetric_memory(settings: Settings, emit: Emit) -> None:
     at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
     for peer in peers:
         _check(driver.cuStreamWaitValue32(stream, mine.data_ptr() + flags_at + 4 * peer, 7 + peer, at_least))
-    passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    passed = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
     passed.record()
     deadline = time.monotonic() + min(10.0, timeout_s)
     # Polled, never synchronize(): a wait that is not released would hang there.
-    while not passed.query():  # type: ignore[no-untyped-call]
+    while not passed.query():  # type: ignore[no-untyped-call, unused-ignore]
         if time.monotonic() > deadline:
             raise TimeoutError("a stream wait was not released by the peer's stream write")
         time.sleep(0.001)

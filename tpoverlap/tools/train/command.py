@@ -155,19 +155,27 @@ def _run(job: TrainJob, corpus: Corpus, rank: int | None, *, check: bool, consol
 
 
 def _reference(job: TrainJob, on_progress: ProgressListener) -> tuple[tuple[float, ...], dict[str, Any]]:
+    import torch
+
     from tpoverlap.tools.train.job import Progress
     from tpoverlap.tools.train.reference import run_reference
     from tpoverlap.tools.train.weights import full_weights
 
-    run = run_reference(
-        job.model,
-        full_weights(job.model, job.seed),
-        job.steps,
-        device=job.device(0),
-        dtype=job.dtype,
-        learning_rate=job.learning_rate,
-        on_step=lambda index: on_progress(Progress("reference", index + 1, len(job.steps))),
-    )
+    num_threads = torch.get_num_threads()
+    # One thread, like every rank; and more than one is slower, by multiples, as soon as the machine is busy.
+    torch.set_num_threads(1)
+    try:
+        run = run_reference(
+            job.model,
+            full_weights(job.model, job.seed),
+            job.steps,
+            device=job.device(0),
+            dtype=job.dtype,
+            learning_rate=job.learning_rate,
+            on_step=lambda index: on_progress(Progress("reference", index + 1, len(job.steps))),
+        )
+    finally:
+        torch.set_num_threads(num_threads)
     return run.losses, run.first_gradients
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
@@ -48,10 +50,17 @@ def train_rank(
 
 
 def _allocations(trainer: RankTrainer, group: dist.ProcessGroup) -> int:
-    """Symmetric allocations made so far, summed over the ranks."""
-    count = torch.tensor(
-        [trainer.manager.memory_report()["allocations"]], dtype=torch.int64, device=trainer.context.device
-    )
+    """Communication memory allocated so far, summed over the ranks.
+
+    On the CPU these are the process's writable shared mappings, as the kernel lists them; elsewhere the manager's own count
+    (on GPUs the driver's list is not ours alone: NCCL maps its own memory when it is first used).
+    """
+    maps = Path("/proc/self/maps")
+    if trainer.context.device.type == "cpu" and maps.exists():
+        mine = sum(line.split(maxsplit=2)[1] == "rw-s" for line in maps.read_text().splitlines())
+    else:
+        mine = trainer.manager.memory_report()["allocations"]
+    count = torch.tensor([mine], dtype=torch.int64, device=trainer.context.device)
     dist.all_reduce(count, group=group)
     return int(count.item())
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tpoverlap.tools.train.job import DType
 
-# float32: what the issue demands; reordered float32 sums alone give some 5e-6 after 20 AdamW steps.
-# bfloat16: weights and activations are rounded to 8 bits, so equal maths drifts apart, by some 2**-8 of the loss.
-LOSS_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2}
-# Of the largest entry of a gradient. float32: sums of up to C products in another order. bfloat16: a few roundings.
-GRADIENT_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1e-1}
+# float32: reordered sums alone give 1e-6 to 4e-6 after 20 steps of AdamW at the defaults; a missing gradient 1e-1.
+# bfloat16: the roundings of R partial sums differ from those of one; measured at the defaults 9e-4.
+LOSS_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1e-2}
+# Of the largest entry of a gradient. Measured: float32 7e-7, bfloat16 5e-2 (sums of up to C rounded terms).
+GRADIENT_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1.5e-1}
 
 
 @dataclass(frozen=True)

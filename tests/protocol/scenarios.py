@@ -1,0 +1,142 @@
+"""Everything that is explored, by name. The tests run `HOLDS`, `BROKEN_RULES` and `REDUNDANT`; `DEEP` is for patience.
+
+Bounds. Two ranks are explored in full: every interleaving of every stream and watchdog. Three ranks have too many
+(one operation alone has millions), so they use the reduction that `model` explains. Three to five operations reuse
+each slot of a region at least once at depth 2; a longer run repeats the same relative positions, because credits (and
+events) keep ranks within ``depth`` uses of each other, and epochs are compared cyclically. ``first_epoch=13`` modulo 16
+makes every run of three uses wrap around. All ranks run the same program up to a rotation of the rank numbers, so
+letting rank 0 stop, give up or deviate covers the others.
+
+A rank that errs *on the CPU* drops its remaining work. Whatever its peers can then see is a prefix of what it would
+have written, which a rank that is merely slow shows as well: for wrong reads such runs add nothing, for hangs they
+are explored at R = 2 and, with the work of a rank in one queue, at R = 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import Config
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A model, how to explore it, and (for broken rules) words that the violation must contain."""
+
+    name: str
+    config: Config
+    reduce: bool = False
+    expect: str = ""
+
+
+def _three(name: str, **options: object) -> Scenario:
+    return Scenario(name, Config(tp_size=3, **options), reduce=True)  # type: ignore[arg-type]
+
+
+HOLDS = [
+    # every rank behaves
+    Scenario("two ranks", Config(ops="ARARA")),
+    Scenario("two ranks, two pieces a chunk", Config(ops="AARRA", pieces=(2,))),
+    Scenario("the number of pieces changes", Config(ops="AAAA", pieces=(1, 1, 2, 1), modulus=4, first_epoch=3)),
+    Scenario("a rank without rows", Config(ops="ARASR", rowless=0, ring=2)),
+    Scenario("a held slot of each region", Config(ops="aArRA")),
+    Scenario("with sequential operations between", Config(ops="ASRSA")),
+    Scenario("senders without events: credits alone", Config(ops="ARAR", gated=False)),
+    Scenario("senders without events, all slots held", Config(ops="aaaa", gated=False)),
+    Scenario("the smallest epoch modulus, 2 * depth", Config(ops="AAAA", gated=False, modulus=4, first_epoch=3)),
+    Scenario("depth 1", Config(ops="AAA", depth=1)),
+    Scenario("depth 3", Config(ops="AAAA", depth=3, gated=False)),
+    Scenario("one hardware queue", Config(ops="aRaAR", one_queue=True)),
+    Scenario("a caller's stream for each region", Config(ops="ARA", caller_streams=2)),
+    Scenario("the smallest ring with events, 2", Config(ops="ARASRA", ring=2)),
+    Scenario("the smallest ring with credits alone, depth + 1", Config(ops="AAAA", gated=False, ring=3)),
+    _three("three ranks", ops="ARARA"),
+    _three("three ranks, held slots, sequential", ops="aSrARA"),
+    _three("three ranks, one without rows", ops="ARASR", rowless=0),
+    _three("three ranks, senders without events", ops="AAA", gated=False),
+    Scenario("three ranks, one hardware queue, in full", Config(tp_size=3, ops="ARA", one_queue=True)),
+    # rank 0 stops anywhere
+    Scenario("CPU: a rank stops anywhere", Config(ops="ARARA", dies=0)),
+    Scenario("CUDA: a rank stops anywhere", Config(ops="ARAR", dies=0, device=True)),
+    Scenario("CUDA: a rank stops, one hardware queue", Config(ops="aRAA", dies=0, device=True, one_queue=True)),
+    _three("CPU: one of three ranks stops anywhere", ops="ARARA", dies=0),
+    _three("CUDA: one of three ranks stops anywhere", ops="ARAR", dies=0, device=True),
+    # rank 0 raises, aborts or times out at any moment
+    Scenario("CPU: a rank gives up at any moment", Config(ops="ARA", gives_up=(0,))),
+    Scenario("CPU: both ranks give up at any moment", Config(ops="AAA", gives_up=(0, 1))),
+    Scenario("CUDA: a rank gives up, in full", Config(ops="A", gives_up=(0,), device=True)),
+    Scenario("CUDA: both ranks give up", Config(ops="ARARA", gives_up=(0, 1), device=True), reduce=True),
+    Scenario("CUDA: a rank gives up, held slots", Config(ops="aRaAR", gives_up=(0,), device=True), reduce=True),
+    Scenario(
+        "CUDA: a rank gives up and a peer stops",
+        Config(ops="AA", depth=1, dies=1, gives_up=(0,), device=True, one_queue=True),
+    ),
+    _three("CUDA: one of three gives up, one queue", ops="aAA", gives_up=(0,), device=True, one_queue=True),
+    # rank 0 calls something else
+    *(
+        Scenario(f"{'CUDA' if device else 'CPU'}: a rank deviates: {what}", Config(ops=ops, device=device, deviates=at))
+        for device in (False, True)
+        for what, ops, at in (
+            ("another operation", "ARAR", (0, 2, "op")),
+            ("another T", "ARAR", (0, 2, "T")),
+            ("other counts, same T", "ARAR", (0, 2, "counts")),
+            ("one operation left out", "ARAR", (0, 1, "skip")),
+            ("the last operation left out", "ARAA", (0, 3, "skip")),
+        )
+    ),
+    _three("CUDA: one of three ranks deviates", ops="ARAR", device=True, deviates=(0, 2, "T")),
+    Scenario("CPU: one of three deviates", Config(tp_size=3, ops="AA", one_queue=True, deviates=(0, 1, "T"))),
+]
+
+BROKEN_RULES = [
+    Scenario("a", Config(ops="AAA", broken=("flag_before_data",)), expect="reads nothing"),
+    Scenario("b", Config(ops="AAA", gated=False, broken=("no_credit_wait",)), expect="overwrites data"),
+    Scenario("b, with a held slot", Config(ops="aAA", broken=("no_credit_wait",)), expect="overwrites data"),
+    Scenario("c", Config(ops="AAA", gated=False, broken=("credit_before_read",)), expect="overwrites data"),
+    Scenario("d", Config(ops="AA", depth=1, credit_lag=2), expect="overwrites data"),
+    Scenario("e", Config(ops="AA", deviates=(1, 1, "T"), broken=("no_compare",)), expect="variant 1"),
+    Scenario(
+        "e on CUDA", Config(ops="AA", deviates=(1, 1, "T"), device=True, broken=("no_compare",)), expect="variant 1"
+    ),
+    Scenario("f", Config(ops="AA", descriptor_wait=False, broken=("late_descriptor",)), expect="false alarm"),
+    Scenario("g", Config(ops="AA", dies=0, broken=("no_watchdog",)), expect="hang"),
+    Scenario(
+        "g with three ranks", Config(tp_size=3, ops="A", dies=0, one_queue=True, broken=("no_watchdog",)), expect="hang"
+    ),
+    Scenario("h", Config(ops="AAA", broken=("plain_comparison",)), expect="reads"),
+    Scenario("h, epochs too few", Config(ops="AAA", modulus=2, first_epoch=1), expect="false alarm"),
+    Scenario("i", Config(ops="A", broken=("record_before_digest",)), expect="false alarm"),
+    Scenario("j", Config(ops="A", gives_up=(0,), device=True, broken=("poison_before_abort",)), expect="tainted"),
+    Scenario(
+        "k",
+        Config(ops="AA", depth=1, dies=1, gives_up=(0,), device=True, one_queue=True, broken=("poison_once",)),
+        expect="never drain",
+    ),
+    Scenario("l", Config(ops="A", one_queue=True, broken=("waiter_first",)), expect="false alarm"),
+    Scenario("m", Config(ops="ARA", ring=2, broken=("host_publishes",)), expect="overwrites its descriptor"),
+    Scenario("n", Config(ops="aAA", broken=("grant_after_send",)), expect="false alarm"),
+    Scenario(
+        "o", Config(ops="A", gives_up=(0,), device=True, one_queue=True, broken=("deaf_check",)), expect="silence"
+    ),
+    Scenario("p", Config(ops="AAA", pieces=(1, 1, 2), modulus=4, broken=("stale_flags",)), expect="reads"),
+    Scenario("ring 1", Config(ops="AR", ring=1), expect="overwrites its descriptor"),
+    Scenario("ring too small for credits alone", Config(ops="ARARA", gated=False, ring=4), expect="its descriptor"),
+    Scenario("two callers' streams share a ring", Config(ops="ARR", caller_streams=2, ring=2), expect="its descriptor"),
+]
+
+REDUNDANT = [
+    Scenario("b with events and no held slot", Config(ops="ARAA", broken=("no_credit_wait",))),
+    Scenario("c with events", Config(ops="ARAA", broken=("credit_before_read",))),
+    Scenario("f with a wait for the descriptor", Config(ops="ARAA", broken=("late_descriptor",))),
+    Scenario("i on CUDA, where compares are waits", Config(ops="AA", device=True, broken=("record_before_digest",))),
+]
+"""Rules that another rule happens to cover in the engine as it is: what docs/protocol.md calls belt and braces."""
+
+DEEP = [
+    Scenario("the smallest ring with credits alone, two regions", Config(ops="ARARAR", gated=False, ring=5)),
+    Scenario("two callers' streams", Config(ops="ARRRR", caller_streams=2, ring=5)),
+    _three("three ranks, senders without events", ops="ARAR", gated=False),
+    _three("CUDA: one of three ranks gives up, depth 1", ops="AA", depth=1, gives_up=(0,), device=True),
+    _three("CUDA: one of three ranks gives up", ops="AAA", gives_up=(0,), device=True),
+]
+"""Minutes and gigabytes; ``python -m tests.protocol --deep``."""

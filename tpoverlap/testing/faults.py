@@ -1,0 +1,243 @@
+"""Faults on purpose: late, failing or dying transfers and GEMMs, slow streams, and a trace to see what came when.
+
+::
+
+    with delay_transfers(mgr, 0.3, only_source=1), tracing(mgr) as trace:   # the same line on every rank
+        y = all_gather_gemm(...)
+    trace.marks()
+
+Every function acts on this process alone; ``only_source`` and ``only_rank`` let all ranks of a test run the same lines.
+A manager of R = 1 has nothing to disturb.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tpoverlap.comm import Channel, Exchange, Trace, Transfer
+from tpoverlap.comm.streams import Stream, Work
+from tpoverlap.manager import UserBufferManager
+
+Seconds = float | Callable[[], float]
+"""A duration, or a function that gives another one each time (a random delay)."""
+
+_GPU_CYCLES_PER_S = 1.5e9
+"""Lower than any present clock: a delay on the GPU may be shorter than asked for, by up to a third."""
+
+
+def pause(device: torch.device, seconds: Seconds) -> None:
+    """Hold up the current stream: the calling thread on the CPU, the current CUDA stream on a GPU."""
+    duration_s = seconds() if callable(seconds) else seconds
+    if device.type == "cuda":
+        torch.cuda._sleep(int(duration_s * _GPU_CYCLES_PER_S))
+    else:
+        time.sleep(duration_s)
+
+
+def trace(mgr: UserBufferManager) -> Trace:
+    """Record from now on what the manager's streams do; returns the record."""
+    channel = _channel(mgr)
+    channel.trace = Trace(channel.device)
+    return channel.trace
+
+
+@contextmanager
+def tracing(mgr: UserBufferManager) -> Iterator[Trace]:
+    """`trace` for a block."""
+    try:
+        yield trace(mgr)
+    finally:
+        _channel(mgr).trace = None
+
+
+# -- transfers ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def before_transfers(
+    mgr: UserBufferManager,
+    action: Callable[[Transfer], None],
+    *,
+    only_source: int | None = None,
+    only_destination: int | None = None,
+    only_step: int | None = None,
+    after: int = 0,
+    times: int | None = None,
+) -> Iterator[None]:
+    """Call ``action(transfer)`` on the comm stream, right before this rank's transfers copy or send their rows.
+
+    Args:
+        mgr: whose transfers; blocks nest, the innermost acts first.
+        action: what to do; what it raises ends the operation.
+        only_source, only_destination, only_step: which transfers; None: all of this rank's.
+        after: let that many matching ones pass first.
+        times: act at most that often; None: always.
+    """
+    channel = _channel(mgr)
+    outer, seen = channel.before_copy, 0
+
+    def hook(transfer: Transfer) -> None:
+        nonlocal seen
+        wanted = (
+            only_source in (None, transfer.source)
+            and only_destination in (None, transfer.destination)
+            and only_step in (None, transfer.step)
+        )
+        if wanted:
+            seen += 1
+            if seen > after and (times is None or seen <= after + times):
+                action(transfer)
+        if outer is not None:
+            outer(transfer)
+
+    channel.before_copy = hook
+    try:
+        yield
+    finally:
+        channel.before_copy = outer
+
+
+@contextmanager
+def delay_transfers(mgr: UserBufferManager, seconds: Seconds, **which: Any) -> Iterator[None]:
+    """Each matching transfer waits before it copies; ``which``: see `before_transfers`."""
+    device = _channel(mgr).device
+    with before_transfers(mgr, lambda transfer: pause(device, seconds), **which):
+        yield
+
+
+@contextmanager
+def raise_in_transfer(mgr: UserBufferManager, error: BaseException, *, after: int = 0, **which: Any) -> Iterator[None]:
+    """The matching transfer number ``after`` (from 0) raises ``error`` instead of copying."""
+
+    def fail(transfer: Transfer) -> None:
+        raise error
+
+    with before_transfers(mgr, fail, after=after, times=1, **which):
+        yield
+
+
+@contextmanager
+def die_in_transfer(mgr: UserBufferManager, *, how: str = "exit", after: int = 0, **which: Any) -> Iterator[None]:
+    """The process ends in the matching transfer number ``after`` (from 0); ``how``: see `die`."""
+    with before_transfers(mgr, lambda transfer: die(how), after=after, times=1, **which):
+        yield
+
+
+@contextmanager
+def stall_in_transfer(mgr: UserBufferManager, seconds: Seconds, *, after: int = 0, **which: Any) -> Iterator[None]:
+    """Only the matching transfer number ``after`` (from 0) waits: a rank that hangs for a while."""
+    with delay_transfers(mgr, seconds, after=after, times=1, **which):
+        yield
+
+
+# -- GEMMs and streams -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def before_gemms(
+    mgr: UserBufferManager, action: Callable[[], None], *, only_rank: int | None = None, after: int = 0
+) -> Iterator[None]:
+    """Call ``action()`` on the GEMM's stream, inside the operation, before each GEMM but the first ``after`` ones.
+
+    Covers every method that opens an exchange, so all but ``sequential``. Patches `Exchange.run` for the block.
+    """
+    channel, original, seen = _channel(mgr), Exchange.run, 0
+
+    def run(exchange: Exchange, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
+        if exchange._channel is not channel or what != "gemm":
+            original(exchange, stream, work, what, step)
+            return
+
+        def disturbed() -> None:
+            nonlocal seen
+            seen += 1
+            if seen > after:
+                action()
+            work()
+
+        original(exchange, stream, disturbed, what, step)
+
+    if only_rank in (None, channel.rank):
+        Exchange.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Exchange.run = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def delay_gemms(mgr: UserBufferManager, seconds: Seconds, *, only_rank: int | None = None) -> Iterator[None]:
+    """Each GEMM takes that much longer."""
+    device = _channel(mgr).device
+    with before_gemms(mgr, lambda: pause(device, seconds), only_rank=only_rank):
+        yield
+
+
+@contextmanager
+def delay_stream(
+    mgr: UserBufferManager, label: str, seconds: Seconds, *, only_rank: int | None = None
+) -> Iterator[None]:
+    """Every piece of work of one stream starts late.
+
+    Args:
+        label: "comm", "compute0", ..., "caller" or (Gloo's receiving thread) "receive"; see `stream_labels`.
+    """
+    channel = _channel(mgr)
+    stream = _streams(channel)[label]
+    original = stream.run
+
+    def run(work: Work) -> None:
+        def late() -> None:
+            pause(channel.device, seconds)
+            work()
+
+        original(late)
+
+    if only_rank in (None, channel.rank):
+        stream.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        stream.__dict__.pop("run", None)
+
+
+def stream_labels(mgr: UserBufferManager) -> tuple[str, ...]:
+    """The streams that `delay_stream` can hold up."""
+    return tuple(_streams(_channel(mgr)))
+
+
+def _streams(channel: Channel) -> dict[str, Stream]:
+    streams = [channel.comm_stream, *channel.compute_streams]
+    if channel.device.type == "cpu":
+        # On a GPU the caller's stream is a new wrapper each time: hold it up with `pause` instead.
+        streams.append(channel.caller_stream())
+    receive = getattr(channel.transport, "_receive", None)
+    if receive is not None:
+        streams.append(receive)
+    return {stream.label: stream for stream in streams}
+
+
+# -- ends --------------------------------------------------------------------------------------------------------
+
+
+def die(how: str = "exit") -> None:
+    """End this process at once, without cleaning up: "exit" (``os._exit(3)``) or "kill" (SIGKILL)."""
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60.0)  # the signal may take a moment; nothing may happen after it
+    elif how != "exit":
+        raise ValueError(f"how must be 'exit' or 'kill', got {how!r}")
+    os._exit(3)
+
+
+def _channel(mgr: UserBufferManager) -> Channel:
+    if mgr.channel is None:
+        raise ValueError("this manager has R = 1 and nothing to disturb")
+    return mgr.channel
