@@ -137,8 +137,9 @@ class NameTable:
         tp_size = self._manager.tp_size
         if existing is None:
             self._say_once(
-                name, f"{name} is not registered: it runs without overlap (other names are not affected). "
-                f"mgr.register({layer!r}, width=...) or an entry in ub_cfgs registers it"
+                layer,
+                f"{name} is not registered: what is missing of layer {layer!r} runs without overlap (other layers are "
+                f"not affected). mgr.register({layer!r}, width=...) or entries in ub_cfgs register it",
             )
             key = (name, bool(scatter))
             if key not in self._unregistered:

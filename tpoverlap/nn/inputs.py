@@ -111,7 +111,7 @@ def require_matmul(comm: CommOverlap, x: torch.Tensor, weights: Sequence[torch.T
 
 def require_output_width(comm: CommOverlap, num_features: int) -> None:
     """Raise ActiveShapeError unless a reduce-scattered output has the registered width."""
-    if num_features != comm.width:
+    if comm.registered and num_features != comm.width:
         raise ActiveShapeError(
             f"{comm.name}: the communicated output has {num_features} features, but width {comm.width} was registered; "
             "register another name with mgr.register(name, width=...)"
@@ -119,7 +119,7 @@ def require_output_width(comm: CommOverlap, num_features: int) -> None:
 
 
 def _require_width(comm: CommOverlap, x: torch.Tensor, what: str) -> None:
-    if x.shape[1] != comm.width:
+    if comm.registered and x.shape[1] != comm.width:  # a name without a buffer takes any width
         raise ActiveShapeError(
             f"{comm.name}: {what} has {x.shape[1]} features, but width {comm.width} was registered; "
             "register another name with mgr.register(name, width=...)"

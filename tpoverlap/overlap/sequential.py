@@ -58,7 +58,7 @@ def all_gather(
 
 def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
     """See `tpoverlap.overlap.registry.gemm_then_scatter`."""
-    partial = gemm.empty(context.partition.total, context.width)
+    partial = gemm.empty(context.partition.total, gemm.width)
     gemm.rows(0, context.partition.total, partial)
     if gemm.bias is not None:
         partial[context.own_rows].add_(gemm.bias)
