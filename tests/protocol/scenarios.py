@@ -71,7 +71,7 @@ HOLDS = [
         "CUDA: a rank gives up and a peer stops",
         Config(ops="AA", depth=1, dies=1, gives_up=(0,), device=True, one_queue=True),
     ),
-    _three("CUDA: one of three gives up, one queue", ops="aAA", gives_up=(0,), device=True, one_queue=True),
+    _three("CUDA: one of three gives up, one queue", ops="AA", depth=1, gives_up=(0,), device=True, one_queue=True),
     # rank 0 calls something else
     *(
         Scenario(f"{'CUDA' if device else 'CPU'}: a rank deviates: {what}", Config(ops=ops, device=device, deviates=at))

@@ -33,6 +33,7 @@ from tpoverlap.memory.layout import ArenaLayout, RegionSpec
 from tpoverlap.tokens import TokenPartition
 
 logger = logging.getLogger("tpoverlap")
+_DRAIN_S = 5.0
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Channel:
         self.arenas: list[Arena] = []
         self.regions: dict[str, Region] = {}
         self.num_allocations = 0
+        self._storages: set[int] = set()
         self._sequence = 0
         self._lock = threading.Lock()
         self._in_flight: dict[int, InFlight] = {}
@@ -90,6 +92,7 @@ class Channel:
         layout = ArenaLayout(self.tp_size, tuple(regions))
         arena = self.backend.allocate(layout.total_bytes)
         self.arenas.append(arena)
+        self._storages.add(arena.bytes_of(self.rank).untyped_storage().data_ptr())
         self.num_allocations += 1
         for index, spec in enumerate(layout.regions):
             assert spec.name not in self.regions, f"region {spec.name} exists"
@@ -163,6 +166,10 @@ class Channel:
             if reader is not None:
                 self.caller_stream().wait(reader)
         return region.view(self.rank, epoch, 0, shape, dtype)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in this rank's registered memory, which later operations overwrite."""
+        return tensor.untyped_storage().data_ptr() in self._storages
 
     def caller_stream(self) -> Stream:
         """The stream that the caller's tensors are ordered on."""
@@ -283,11 +290,17 @@ class Channel:
         if self.fault.error is not None:
             self._shut_down()
             return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        # No rank may unmap while a peer can still write a credit or an arrival into its arena.
-        agree(self.backend.group, "closing")
-        self._shut_down()
+        try:
+            # The last operation: no rank may unmap while a peer can still write a credit into its arena. It goes
+            # through the signals rather than the group, so it is bounded, it names a rank that does something else,
+            # and it works after the process group was destroyed.
+            descriptor = self.announce("close", TokenPartition((1,) * self.tp_size), torch.uint8)
+            self.completed(descriptor, self.caller_stream())
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.fault.check()
+        finally:
+            self._shut_down()
 
     def _shut_down(self) -> None:
         self._closed = True
@@ -295,6 +308,18 @@ class Channel:
         for stream in (self.comm_stream, *self.compute_streams):
             stream.close()
         self.transport.close()
-        for arena in self.arenas:
-            arena.close()
+        if self._device_is_idle():
+            for arena in self.arenas:
+                arena.close()
+        else:
+            logger.error("rank %d: the device is still busy after an error; its buffers are not freed", self.rank)
         self._in_flight.clear()
+
+    def _device_is_idle(self) -> bool:
+        # After an error the waits were released, but the work behind them may still run, and must not lose its memory.
+        deadline = time.monotonic() + _DRAIN_S
+        while self.oldest_in_flight() is not None and self.device.type == "cuda":
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True

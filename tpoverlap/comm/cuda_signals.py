@@ -43,7 +43,7 @@ class CudaSignals(Signals):
     def __init__(self, arena: CudaArena, layout: ArenaLayout, device: torch.device, timeout_s: float) -> None:
         self._arena = arena
         self._layout = layout
-        self._diagnosis = Diagnosis(arena.rank, arena.tp_size, timeout_s, self.peer_words)
+        self._diagnosis = Diagnosis(arena.rank, arena.tp_size, timeout_s, self.peer_words, self.snapshot)
         self._arenas: list[tuple[CudaArena, ArenaLayout]] = [(arena, layout)]
         self._side = SideChannel(device)
         self._control = torch.zeros(layout.control_bytes, dtype=torch.uint8, pin_memory=True)

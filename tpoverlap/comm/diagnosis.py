@@ -38,13 +38,22 @@ class Diagnosis:
         rank, tp_size: of the group.
         timeout_s: named in messages.
         peer_words: (peer, sequence) -> the (record, digest) that the peer last published for that ring entry.
+        refresh: makes `peer_words` answer with what is there now.
     """
 
-    def __init__(self, rank: int, tp_size: int, timeout_s: float, peer_words: PeerWords) -> None:
+    def __init__(
+        self,
+        rank: int,
+        tp_size: int,
+        timeout_s: float,
+        peer_words: PeerWords,
+        refresh: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rank = rank
         self.tp_size = tp_size
         self.timeout_s = timeout_s
         self._peer_words = peer_words
+        self._refresh = refresh
         self._labels: dict[int, str] = {}
         self._history: list[Descriptor | None] = [None] * DESCRIPTOR_RING  # a ring: read by the watchdog's thread
 
@@ -124,4 +133,5 @@ class Diagnosis:
             words = self._peer_words(peer, sequence)
             if sequence_matches(words[0], sequence) or time.monotonic() > deadline:
                 return words
-            time.sleep(0.002)
+            time.sleep(0.01)
+            self._refresh()

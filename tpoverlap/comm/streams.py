@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -133,6 +134,7 @@ class HostStream(Stream):
             target=_drain, args=(self._queue, fault), name=f"tpoverlap-{label}", daemon=True
         )
         self._thread.start()
+        weakref.finalize(self, self._queue.put, None)  # a stream that is dropped without close ends its thread too
 
     def run(self, work: Work) -> None:
         assert self._thread is not None, f"stream {self.label} used after close"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tpoverlap.communicator import CommOverlap
+from tpoverlap.nn.inputs import keepable
 from tpoverlap.overlap import gather_beside, scatter_beside
 from tpoverlap.tokens import TokenPartition
 
@@ -30,7 +31,7 @@ class BulkAllGather(torch.autograd.Function):
         ctx: Any, comm: CommOverlap, partition: TokenPartition, x_shard_t: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.comm, ctx.partition = comm, partition
-        ctx.save_for_backward(a, b)
+        ctx.save_for_backward(keepable(comm.manager, a), keepable(comm.manager, b))
         return _gather(comm, partition, x_shard_t.contiguous(), lambda: torch.mm(a, b.t()))
 
     @staticmethod
@@ -50,7 +51,7 @@ class BulkReduceScatter(torch.autograd.Function):
         ctx: Any, comm: CommOverlap, partition: TokenPartition, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.comm, ctx.partition = comm, partition
-        ctx.save_for_backward(a, b)
+        ctx.save_for_backward(keepable(comm.manager, a), keepable(comm.manager, b))
         return _scatter(comm, partition, y.contiguous(), lambda: torch.mm(a, b.t()))
 
     @staticmethod

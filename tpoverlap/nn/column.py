@@ -23,6 +23,7 @@ import torch
 
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm, weight_grad
+from tpoverlap.nn.inputs import keepable
 from tpoverlap.overlap import gather_beside, gather_then_gemm, gemm_then_scatter, open_gather, scatter_beside
 from tpoverlap.tokens import TokenPartition
 
@@ -52,7 +53,7 @@ class ColumnLinear(torch.autograd.Function):
             (lambda whole: gathered.append(whole.clone())) if return_gathered else None,
         )
         ctx.layer, ctx.partition, ctx.num_weights, ctx.return_gathered = layer, partition, num_weights, return_gathered
-        ctx.save_for_backward(x_shard_t, *weights)
+        ctx.save_for_backward(keepable(layer.manager, x_shard_t), *weights)
         return (*outs, *gathered)
 
     @staticmethod

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from tpoverlap.communicator import CommOverlap, Communicators, LayerCommunicators
 from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.nn.recompute import note_shape
 from tpoverlap.tokens import TokenPartition
+
+if TYPE_CHECKING:
+    from tpoverlap.manager import UserBufferManager
 
 
 def as_layer(comm: Communicators, *, row: bool) -> LayerCommunicators:
@@ -116,6 +121,12 @@ def require_output_width(comm: CommOverlap, num_features: int) -> None:
             f"{comm.name}: the communicated output has {num_features} features, but width {comm.width} was registered; "
             "register another name with mgr.register(name, width=...)"
         )
+
+
+def keepable(manager: UserBufferManager, tensor: torch.Tensor) -> torch.Tensor:
+    """What autograd may save of ``tensor``: itself, or a copy if it is a view of memory that operations overwrite."""
+    in_buffer = manager.channel is not None and manager.channel.holds(tensor)
+    return tensor.clone() if in_buffer else tensor
 
 
 def _require_width(comm: CommOverlap, x: torch.Tensor, what: str) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm, weight_grad
+from tpoverlap.nn.inputs import keepable
 from tpoverlap.overlap import gather_then_gemm, gemm_then_scatter
 from tpoverlap.tokens import TokenPartition
 
@@ -43,7 +44,7 @@ class RowLinear(torch.autograd.Function):
         operation = layer.manager.operation(layer.fprop, partition, scatter=True)
         gemm_then_scatter(operation, PartialGemm([x], [weight.t()], bias=bias), out)
         ctx.layer, ctx.partition = layer, partition
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(keepable(layer.manager, x), weight)
         return out
 
     @staticmethod
