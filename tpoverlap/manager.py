@@ -16,7 +16,7 @@ from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.config import KNOWN_NAMES, resolve
 from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import Decision, choose, method_for_use
-from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError, TpOverlapError
+from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError
 from tpoverlap.memory import select_backend
 from tpoverlap.memory_report import default_max_rows, standard_regions
 from tpoverlap.name_table import NameTable
@@ -99,7 +99,7 @@ class UserBufferManager:
             self._require_legal_arguments(backend, quantization_modes)
             self.max_rows_per_rank = self._parse_max_rows(max_rows_per_rank, self.capacity_shape[0])
             config = resolve(ub_cfgs, self.tp_size)
-            self._pinned = pinned_methods(plan, self.tp_size)
+            self._pinned = pinned_methods(plan, self.tp_size, config)
             settings = Settings(
                 self.capacity_shape,
                 str(dtype),
@@ -108,7 +108,8 @@ class UserBufferManager:
                 self.timeout_s,
                 on_overflow,
                 self.max_rows_per_rank,
-                f"{config.digest} plan {sorted(self._pinned.items())}",
+                config.digest,
+                str(sorted(self._pinned.items())),
             )
         except Exception as error:  # of any kind: the other ranks are about to wait for this one
             settings = error
@@ -425,7 +426,7 @@ class UserBufferManager:
         self.channel.check()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self.channel.check()
+        self.channel.check_peers()
 
     def close(self) -> None:
         """Free everything. Collective, but local after an error; idempotent."""

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tpoverlap.config import legal_methods
+from tpoverlap.config import ResolvedConfig, legal_methods
+from tpoverlap.config.options import direction_name
 from tpoverlap.errors import ConfigError
 
 PLAN_VERSION = 1
@@ -32,22 +33,35 @@ def plan_hash(plan: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def pinned_methods(plan: Mapping[str, Any] | None, tp_size: int) -> dict[str, str]:
-    """name -> method of a plan passed to ``plan=``.
+def pinned_methods(plan: Mapping[str, Any] | None, tp_size: int, config: ResolvedConfig) -> dict[str, str]:
+    """name -> method of a plan passed to ``plan=``. Names that ``config`` lacks wait until they are registered.
 
     Raises:
-        ConfigError: another version, another tp_size, a changed file, or a method that is illegal for its name.
+        ConfigError: another version, another tp_size, a changed file, a direction that is not the configured one, or a
+            method that is illegal for its name.
     """
     if plan is None:
         return {}
     if not isinstance(plan, Mapping) or plan.get("version") != PLAN_VERSION or "methods" not in plan:
-        raise ConfigError(f"plan= must be what mgr.plan() returned (version {PLAN_VERSION})")
+        got = f"version {plan.get('version')!r}" if isinstance(plan, Mapping) else type(plan).__name__
+        raise ConfigError(f"plan= must be what mgr.plan() returned (version {PLAN_VERSION}), got {got}")
     if plan.get("tp_size") != tp_size:
-        raise ConfigError(f"the plan was made for tp_size={plan.get('tp_size')}, this group has {tp_size}")
+        raise ConfigError(
+            f"the plan was made for tp_size={plan.get('tp_size')}, this group has {tp_size}; take one made for it"
+        )
     if plan.get("hash") != plan_hash(plan):
-        raise ConfigError(f"the plan's hash {plan.get('hash')} does not match its contents ({plan_hash(plan)})")
+        raise ConfigError(
+            f"the plan's hash {plan.get('hash')} does not match its contents ({plan_hash(plan)}): it was edited; "
+            "take mgr.plan() again, or configure methods in ub_cfgs"
+        )
     methods = {}
     for name, row in plan["methods"].items():
+        configured = config.get(name)
+        if configured is not None and configured.is_reduce_scatter != row["is_reduce_scatter"]:
+            raise ConfigError(
+                f"the plan pins {name} for {direction_name(row['is_reduce_scatter'])}, but here it is configured for "
+                f"{configured.direction}; make the plan with the same ub_cfgs"
+            )
         legal = (*legal_methods(name, row["is_reduce_scatter"]), "sequential")
         if row["method"] not in legal:
             raise ConfigError(f"the plan pins {name} to {row['method']!r}; legal here: {', '.join(legal)}")

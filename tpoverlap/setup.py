@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tpoverlap.errors import ActiveShapeError, ConfigError, NotInitializedError, RankMismatchError, TpOverlapError
+from tpoverlap.errors import (
+    ActiveShapeError,
+    BackendUnavailableError,
+    ConfigError,
+    NotInitializedError,
+    RankMismatchError,
+)
 from tpoverlap.memory.base import agree
+from tpoverlap.tokens import as_int
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,16 +29,20 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What every rank must have been given alike; compared at set-up, before anything is allocated."""
+    """What every rank must have been given alike; compared at set-up, before anything is allocated.
+
+    The names are those of the manager's arguments: messages use them. ``ub_cfgs`` is a digest.
+    """
 
     capacity_shape: tuple[int, int]
     dtype: str
-    device_type: str
+    device: str
     backend: str
     timeout_s: float
     on_overflow: str
     max_rows_per_rank: int
-    config_digest: str
+    ub_cfgs: str
+    plan: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,14 @@ class Registration:
     max_rows_per_rank: int
 
 
-Agreed = TypeVar("Agreed", Settings, Registration)
+@dataclass(frozen=True)
+class TpSize:
+    """The size of the groups that a larger group is cut into; compared like `Settings`."""
+
+    tp_size: int
+
+
+Agreed = TypeVar("Agreed", Settings, Registration, TpSize)
 
 
 def resolve_group(group: Any) -> ProcessGroup:
@@ -69,12 +86,18 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """An explicit device with an index; None: this process's current GPU if there is any, else the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device must be a cpu or cuda device, got {device!r}: {error}") from error
     if resolved.type not in ("cpu", "cuda"):
         raise ConfigError(f"device must be a cpu or cuda device, got {resolved}")
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    if resolved.type == "cpu":
+        return torch.device("cpu")  # tensors on the CPU carry no index
+    count = torch.cuda.device_count()
+    if count == 0 or (resolved.index or 0) >= count:
+        raise BackendUnavailableError(f"device={str(device)!r} was asked for, but torch sees {count} CUDA devices")
+    return torch.device("cuda", torch.cuda.current_device()) if resolved.index is None else resolved
 
 
 def resolve_timeout(timeout_s: float | None, group: ProcessGroup, device: torch.device) -> float:
@@ -97,12 +120,15 @@ def parse_capacity(capacity_shape: Any) -> tuple[int, int]:
         ActiveShapeError: not two positive integers.
     """
     try:
-        dims = tuple(operator.index(length) for length in capacity_shape)
-    except TypeError as error:
-        raise ActiveShapeError(f"capacity_shape must be (C, H) in integers, got {capacity_shape!r}") from error
-    if len(dims) != 2 or min(dims) < 1:
-        raise ActiveShapeError(f"capacity_shape must be (C, H) with C, H >= 1, got {tuple(dims)}")
-    return dims[0], dims[1]
+        dims = [as_int(length) for length in capacity_shape]
+    except TypeError:  # no sequence
+        dims = []
+    if len(dims) != 2:
+        raise ActiveShapeError(f"the capacity must be (C, H), two integers, got {capacity_shape!r}")
+    tokens, width = dims
+    if tokens is None or width is None or min(tokens, width) < 1:
+        raise ActiveShapeError(f"the capacity must be (C, H), integers of at least 1, got {capacity_shape!r}")
+    return tokens, width
 
 
 def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -18,7 +18,8 @@ import torch
 from tpoverlap.communicator import CommOverlap, CommOverlapP2P
 from tpoverlap.errors import ConfigError, NotInitializedError
 from tpoverlap.manager import UserBufferManager
-from tpoverlap.setup import resolve_group
+from tpoverlap.setup import TpSize, require_agreement, resolve_group
+from tpoverlap.tokens import as_int
 
 __all__ = [
     "CommOverlap",
@@ -66,7 +67,9 @@ def initialize_ub(
     tp_group: Any = None,
     **options: Any,
 ) -> UserBufferManager:
-    """Register the default manager's buffers at capacity ``shape`` = [C, H]. Collective.
+    """Register the default manager's buffers at capacity ``shape`` = [C, H].
+
+    Collective over ``tp_group``; without one, over the default group, as in Transformer Engine.
 
     Args:
         shape: the capacity; microbatches set less with `set_ub_active_shape`.
@@ -91,12 +94,9 @@ def initialize_ub(
             logger.warning("initialize_ub: %s=%r is ignored: set-up goes through the process group", name, value)
     if isinstance(ub_cfgs, list | tuple):
         ub_cfgs = ub_cfgs[0] if ub_cfgs else None
-    group = _tp_group(tp_group, tp_size)
-    if group.size() != tp_size:
-        raise ConfigError(f"tp_size={tp_size}, but the group has {group.size()} ranks")
     manager = UserBufferManager(
-        group,
-        (shape[0], shape[1]) if len(shape) == 2 else tuple(shape),  # type: ignore[arg-type]  # refused by the manager
+        _tp_group(tp_group, tp_size),
+        shape,  # type: ignore[arg-type]  # any sequence; the manager refuses what is not (C, H), on every rank
         dtype,
         ub_cfgs=ub_cfgs,
         quantization_modes=modes,
@@ -110,10 +110,19 @@ def _tp_group(tp_group: Any, tp_size: int) -> Any:
     import torch.distributed as dist
 
     group = resolve_group(tp_group)
-    if tp_group is not None or group.size() == tp_size:
+    size = group.size()
+    size_as_int = as_int(tp_size)
+    wrong: ConfigError | None = None
+    if size_as_int is None or size_as_int < 1:
+        wrong = ConfigError(f"tp_size must be a whole number of at least 1, got {tp_size!r}")
+    elif tp_group is not None and size != tp_size:
+        wrong = ConfigError(f"tp_size={tp_size}, but tp_group has {size} ranks; pass the group's size")
+    elif size % size_as_int:
+        wrong = ConfigError(f"{size} ranks cannot be cut into groups of tp_size={tp_size}; pass tp_group=")
+    # Compared on every rank: one that raised at once would leave its peers waiting for it.
+    require_agreement(group, TpSize(tp_size) if wrong is None else wrong)
+    if size == tp_size:
         return group
-    if group.size() % tp_size:
-        raise ConfigError(f"{group.size()} ranks cannot be cut into groups of tp_size={tp_size}; pass tp_group=")
     first = group.rank() // tp_size * tp_size
     return dist.new_group(list(range(first, first + tp_size)), use_local_synchronization=True)
 

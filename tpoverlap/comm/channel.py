@@ -76,7 +76,7 @@ class Channel:
         self._lock = threading.Lock()
         self._in_flight: dict[int, InFlight] = {}
         self._closed = False
-        self._released = False
+        self._release_lock = threading.Lock()
         self._told_peers = False
         arena, layout = self._allocate(regions)
         self.identities = agree(backend.group, ProcessIdentity.own())
@@ -133,9 +133,9 @@ class Channel:
         region = self.regions[region_name]
         with self._lock:
             self.check()
+            caller = self.transport.caller_stream()  # first: it may refuse, and nothing has been claimed yet
             region.uses += 1
             descriptor = self._next_descriptor(label, partition, dtype, region.index + 1, region.uses)
-            caller = self.transport.caller_stream()
             exchange = self.transport.new_exchange(
                 self, region, region.uses, descriptor, steps, partition, dtype, caller
             )
@@ -146,8 +146,8 @@ class Channel:
         """Check, in stream order, that every rank is at this operation. Call `completed` (or `fail`) afterwards."""
         with self._lock:
             self.check()
-            descriptor = self._next_descriptor(label, partition, dtype, 0, 0)
             caller = self.transport.caller_stream()
+            descriptor = self._next_descriptor(label, partition, dtype, 0, 0)
         try:
             self.transport.meet(descriptor, caller)
         except BaseException as error:
@@ -260,14 +260,21 @@ class Channel:
             logger.exception("could not tell the peers that rank %d gave up", self.rank)
 
     def release_waiters(self) -> None:
-        """Let every local wait go. Idempotent; only after the fault was stored."""
+        """Let every local wait go; only after the fault was stored. Repeated by the watchdog until all have gone."""
         assert self.fault.error is not None, "release without a fault would let waiters read what is not there"
-        with self._lock:
-            if self._released:
-                return
-            self._released = True
-            pending = [entry.descriptor for entry in self._in_flight.values()]
-        self.transport.release(pending)
+        with self._release_lock:
+            self.transport.release([entry.descriptor for entry in list(self._in_flight.values())])
+
+    def check_peers(self) -> None:
+        """Raise if a peer has given up. After an error there, its streams may have sent poisoned rows for operations
+        that finished here without a complaint."""
+        self.check()
+        self.transport.refresh()
+        for peer in self.peers:
+            word = self.transport.abort_word(peer)
+            if word:
+                self.end(self.diagnosis.gave_up(peer, word, "mgr.check()"))
+        self.check()
 
     # -- end of life ---------------------------------------------------------------------------------------------
 
@@ -304,11 +311,12 @@ class Channel:
 
     def _shut_down(self) -> None:
         self._closed = True
+        idle = self._device_is_idle()  # before the watchdog ends: it keeps releasing waiters until then
         self._watchdog.stop()
         for stream in (self.comm_stream, *self.compute_streams):
             stream.close()
         self.transport.close()
-        if self._device_is_idle():
+        if idle:
             for arena in self.arenas:
                 arena.close()
         else:

@@ -45,6 +45,7 @@ class CudaSignals(Signals):
         self._layout = layout
         self._diagnosis = Diagnosis(arena.rank, arena.tp_size, timeout_s, self.peer_words, self.snapshot)
         self._arenas: list[tuple[CudaArena, ArenaLayout]] = [(arena, layout)]
+        self._poison: dict[CudaArena, torch.Tensor] = {}
         self._side = SideChannel(device)
         self._control = torch.zeros(layout.control_bytes, dtype=torch.uint8, pin_memory=True)
 
@@ -109,28 +110,33 @@ class CudaSignals(Signals):
     def release(self, pending: list[Descriptor]) -> None:
         for arena, layout in self._arenas:
             address = arena.address(arena.rank)
-            # 0xFF is NaN in bfloat16, float16, float32 and float8.
-            self._side.fill(address + layout.control_bytes, 0xFF, layout.total_bytes - layout.control_bytes)
-            control = torch.empty(layout.control_bytes, dtype=torch.uint8, pin_memory=True)
-            self._side.read(address, control)
-            self._poison(control.numpy(), arena, layout, pending)
-            self._side.write(address, control)
+            if arena not in self._poison:
+                # 0xFF is NaN in bfloat16, float16, float32 and float8.
+                self._side.fill(address + layout.control_bytes, 0xFF, layout.total_bytes - layout.control_bytes)
+                self._poison[arena] = torch.empty(layout.control_bytes, dtype=torch.uint8, pin_memory=True)
+                self._side.read(address, self._poison[arena])
+                self._advance(self._poison[arena].numpy(), layout)
+            if arena is self._arena:
+                self._forge_descriptors(self._poison[arena].numpy(), layout, pending)
+            # Every time: a peer that still runs may have replaced a poisoned word by a genuine, smaller one.
+            self._side.write(address, self._poison[arena])
 
     def close(self) -> None:
         self._side.close()
 
-    def _poison(self, control: Any, arena: CudaArena, layout: ArenaLayout, pending: list[Descriptor]) -> None:
-        words = control.view(np.uint32)
-        first = layout.arrival_offset(0, 0, 0, 0) // 4
-        # Relative to each word's own value: every epoch waited for is within a few of it.
-        words[first:] = words[first:] + np.uint32(_POISON_DISTANCE)
-        if arena is not self._arena:
-            return
-        words64 = control.view(np.uint64)
+    @staticmethod
+    def _advance(control: Any, layout: ArenaLayout) -> None:
+        words = control.view(np.uint32)[layout.arrival_offset(0, 0, 0, 0) // 4 :]
+        # Relative to each word's own value: every epoch waited for is within a few of it. Once, not every time: twice
+        # the distance would no longer compare as later.
+        words += np.uint32(_POISON_DISTANCE)
+
+    def _forge_descriptors(self, control: Any, layout: ArenaLayout, pending: list[Descriptor]) -> None:
+        words = control.view(np.uint64)
         for descriptor in pending:
-            for peer in range(arena.tp_size):
+            for peer in range(self._arena.tp_size):
                 index = layout.descriptor_offset(peer, descriptor.sequence) // 8
-                words64[index], words64[index + 1] = descriptor.record, descriptor.digest
+                words[index], words[index + 1] = descriptor.record, descriptor.digest
 
 
 def _handle(stream: Stream) -> Any:

@@ -66,6 +66,13 @@ class Diagnosis:
         """Make ``label`` printable when a peer names it."""
         self._labels[operation_id(label)] = label
 
+    def own_words(self, sequence: int) -> tuple[int, int]:
+        """This rank's (record, digest) for operation ``sequence`` (modulo 2**24); (0, 0) if it has not got that far."""
+        own = self._history[sequence % DESCRIPTOR_RING]
+        if own is None or (own.sequence - sequence) & 0xFFFFFF:
+            return 0, 0
+        return own.record, own.digest
+
     def differs(self, descriptor: Descriptor) -> bool:
         """Whether some peer has published another operation, T or layout under this sequence number."""
         for peer in self._peers():
@@ -79,15 +86,12 @@ class Diagnosis:
 
     def mismatch(self, sequence: int) -> RankMismatchError:
         """Names every rank's value for operation number ``sequence``, as far as it has published one."""
-        own = self._history[sequence % DESCRIPTOR_RING]
-        if own is not None and (own.sequence - sequence) & 0xFFFFFF:
-            own = None  # this rank has not got that far yet
         values: list[tuple[int, int]] = []
         for rank in range(self.tp_size):
             if rank != self.rank:
                 values.append(self._settled(rank, sequence))
             else:
-                values.append((own.record, own.digest) if own is not None else (0, 0))
+                values.append(self.own_words(sequence))
         started = [v for v in values if sequence_matches(v[0], sequence)]
         only_counts = len({record for record, _ in started}) == 1
         parts = []

@@ -18,10 +18,14 @@ from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.signals import Signals, SlotRef
 from tpoverlap.comm.streams import Event, Stream
+from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
+
+_REFRESH_EVERY = 1 << 20
+"""Uses of a region between two refreshes of all its arrival flags; far below the 2**31 that a flag may stay unwritten."""
 
 
 class Exchange(ABC):
@@ -208,11 +212,20 @@ class OneSidedExchange(Exchange):
             self.signals.expect(stream, peer, self._descriptor)
 
     def _finish(self) -> None:
+        if self._epoch % _REFRESH_EVERY < self._region.depth:
+            self._comm.enqueue(self._refresh_flags)
         self.caller.enqueue(lambda: [self._expect(peer, self.caller) for peer in self._peers()])
         self.caller.wait(self._comm.record())
         self._region.last_reader[self._ref.slot] = self.caller.record()
         if self._epoch not in self._region.held:
             self._grant(self._ref)
+
+    def _refresh_flags(self) -> None:
+        # A flag that is left alone for 2**31 uses would compare as "in the future". So now and then all are written,
+        # those of pieces that this operation did not have, too; nobody waits for them.
+        for peer in self._peers():
+            for piece in range(MAX_PIECES):
+                self.signals.set_arrival(self._comm, peer, self._ref, piece)
 
     def _grant(self, ref: SlotRef) -> None:
         signals, caller = self.signals, self.caller

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.exchange import Exchange
 from tpoverlap.comm.fault import Fault
-from tpoverlap.comm.messages import GlooExchange, Mailbox, NcclExchange
+from tpoverlap.comm.gloo_link import AbortBoard, GlooLink
+from tpoverlap.comm.mailbox import Mailbox
+from tpoverlap.comm.messages import GlooExchange, NcclExchange
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step
 from tpoverlap.comm.streams import HostStream, Stream
@@ -24,26 +25,19 @@ if TYPE_CHECKING:
 
 
 class MessageTransport(Transport):
-    """Point-to-point messages. Construction is collective (it may make a side group for headers)."""
+    """Point-to-point messages. Construction is collective (it connects the ranks)."""
 
     def __init__(self, backend: Backend, fault: Fault, timeout_s: float) -> None:
         super().__init__(backend.device, fault)
         group = backend.group
-        control = group
-        self._side_group: Any = None
-        if backend.device.type == "cuda":
-            ranks = dist.get_process_group_ranks(group)
-            self._side_group = control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self._mailbox = Mailbox(group, control, timeout_s)
+        prefix = f"tpoverlap/{agree(group, secrets.token_hex(8))[0]}"  # of this manager alone
+        self._link = GlooLink(group, prefix)
+        self._board = AbortBoard(backend.rank, prefix)
+        self._mailbox = Mailbox(group, self._link, self._board, timeout_s)
         self.diagnosis = self._mailbox.diagnosis
         self._receive: HostStream | None = None
         if backend.device.type == "cpu":
             self._receive = HostStream("receive", fault)
-        # Aborts cannot travel as messages (nobody would be receiving), so they go through the default store, under a
-        # key that no other manager of this group has.
-        self._store = dist.distributed_c10d._get_default_store()
-        self._prefix = f"tpoverlap/{agree(group, secrets.token_hex(8))[0]}"
-        self._aborts: dict[int, int] = {}
 
     def new_exchange(
         self,
@@ -77,23 +71,24 @@ class MessageTransport(Transport):
 
     def refresh(self) -> None:
         for peer in self._mailbox.peers:
-            key = f"{self._prefix}/abort/{peer}"
-            if peer not in self._aborts and self._store.check([key]):
-                self._aborts[peer] = int(self._store.get(key))
+            self._board.look(peer)
 
     def abort_word(self, peer: int) -> int:
-        return self._aborts.get(peer, 0)
+        return self._board.last_seen(peer)[0]
 
     def announce_abort(self, word: int) -> None:
-        self._store.set(f"{self._prefix}/abort/{self._mailbox.rank}", str(word))
+        self._mailbox.announce_abort(word)
 
     def release(self, pending: list[Descriptor]) -> None:
-        """Nothing to write: callers wait on host events and look at the fault; worker threads end at the time-out."""
+        """On the CPU callers wait on host events and look at the fault; else they wait for headers themselves."""
+        if self._receive is None:
+            self.cancel()
+
+    def cancel(self) -> None:
+        self._link.cancel()
 
     def close(self) -> None:
         if self._receive is not None:
             self._receive.close()
-        if self._side_group is not None and self.fault.error is None:
-            dist.destroy_process_group(self._side_group)
-            self._side_group = None
+        self._link.close()
 

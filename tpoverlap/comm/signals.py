@@ -103,7 +103,10 @@ class Signals(ABC):
 
     @abstractmethod
     def release(self, pending: list[Descriptor]) -> None:
-        """Let every local waiter go after the fault was stored; what it would have read is made NaN first."""
+        """Let every local waiter go after the fault was stored; what it would have read is made NaN first.
+
+        Called again while operations are still in flight: a peer's late flag may have replaced a poisoned one.
+        """
 
     def close(self) -> None:  # noqa: B027  (not every kind has something to free)
         """Free what only the watchdog used. After the waiters were released."""

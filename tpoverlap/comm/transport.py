@@ -15,6 +15,7 @@ from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step
 from tpoverlap.comm.signals import Signals
 from tpoverlap.comm.streams import CallerStream, HostStream, Stream
+from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.memory.base import Arena, Backend, CpuArena
 from tpoverlap.memory.layout import ArenaLayout
 from tpoverlap.tokens import TokenPartition
@@ -45,6 +46,12 @@ class Transport(ABC):
         """The stream that the caller's tensors are ordered on."""
         if self.device.type == "cuda":
             from tpoverlap.comm.cuda_streams import CurrentCudaStream
+
+            if torch.cuda.is_current_stream_capturing():
+                # Epochs are counted on the host, so a replay would wait for flags of the captured run.
+                raise BackendUnavailableError(
+                    "this release cannot be captured in a CUDA graph; capture around the tpoverlap calls instead"
+                )
 
             return CurrentCudaStream("caller", torch.cuda.current_stream(self.device))
         return self._caller
@@ -85,6 +92,9 @@ class Transport(ABC):
     @abstractmethod
     def release(self, pending: list[Descriptor]) -> None:
         """Let local waiters go."""
+
+    def cancel(self) -> None:  # noqa: B027  (not every transport has waits that only this ends)
+        """End the waits of this rank's worker threads; after an error, before the streams are closed."""
 
     def close(self) -> None:  # noqa: B027  (not every transport has something to close)
         """Local; after the streams were closed."""

@@ -50,7 +50,7 @@ def _watch(channel_ref: weakref.ref[Channel], stop: threading.Event) -> None:
         if channel is None:
             return
         try:
-            error = _look(channel, warned)
+            error = _look(channel, warned) if channel.fault.error is None else None
         except Exception as unexpected:  # the watchdog must not die silently: a dead one turns errors into hangs
             logger.exception("tpoverlap watchdog failed")
             error = TpOverlapError(f"the watchdog failed: {unexpected!r}")
@@ -59,7 +59,8 @@ def _watch(channel_ref: weakref.ref[Channel], stop: threading.Event) -> None:
         if channel.fault.error is not None:
             channel.end(channel.fault.error)  # a comm thread may have met it, which tells nobody
             channel.release_waiters()
-            return
+            if channel.oldest_in_flight() is None or channel.device.type == "cpu":
+                return
         del channel  # or the loop itself would keep it alive while it sleeps
 
 

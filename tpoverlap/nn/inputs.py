@@ -6,7 +6,6 @@ Everything here runs before any rank waits for another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
 from typing import TYPE_CHECKING
 
 import torch

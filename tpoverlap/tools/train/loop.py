@@ -52,8 +52,8 @@ def train_rank(
 def _allocations(trainer: RankTrainer, group: dist.ProcessGroup) -> int:
     """Communication memory allocated so far, summed over the ranks.
 
-    On the CPU these are the process's writable shared mappings, as the kernel lists them; elsewhere the manager's own count
-    (on GPUs the driver's list is not ours alone: NCCL maps its own memory when it is first used).
+    On the CPU these are the process's writable shared mappings, as the kernel lists them; elsewhere the manager's own
+    count (on GPUs the driver's list is not ours alone: NCCL maps memory of its own when it is first used).
     """
     maps = Path("/proc/self/maps")
     if trainer.context.device.type == "cpu" and maps.exists():

@@ -1,0 +1,143 @@
+"""Arguments that a manager must refuse: what each rank is given, and what every rank must then be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tpoverlap as tpo
+from tests.manager.ranks import WIDTH
+from tpoverlap import te
+from tpoverlap.plan import make_plan, plan_hash
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BadSetUp:
+    """``options`` of the offender, from tp_size; ``says``: the value, and the remedy."""
+
+    options: Callable[[int], Options]
+    error: str
+    says: tuple[str, ...]
+
+
+def _bad(error: str, says: tuple[str, ...], **options: Any) -> BadSetUp:
+    return BadSetUp(lambda size: options, error, says)
+
+
+def _config(says: tuple[str, ...], **names: Any) -> BadSetUp:
+    return _bad("ConfigError", says, ub_cfgs=names)
+
+
+def a_plan(size: int, **methods: tuple[str, bool]) -> dict[str, Any]:
+    """What ``mgr.plan()`` gives for ``methods``: name -> (method, is_reduce_scatter)."""
+    return make_plan(methods, size, (24, WIDTH))
+
+
+def _edited_plan(size: int) -> dict[str, Any]:
+    plan = a_plan(size, proj_fprop=("ring_exchange", True))
+    plan["methods"]["proj_fprop"]["method"] = "pipeline"
+    return plan
+
+
+def _plan_of_another_version(size: int) -> dict[str, Any]:
+    plan = a_plan(size) | {"version": 99}
+    return plan | {"hash": plan_hash(plan)}
+
+
+FP8 = te.UserBufferQuantizationMode.FP8
+NONE = te.UserBufferQuantizationMode.NONE
+
+BAD_SET_UPS: dict[str, BadSetUp] = {
+    "capacity: one dimension": _bad("ActiveShapeError", ("(C, H)", "(24,)"), capacity_shape=(24,)),
+    "capacity: three dimensions": _bad("ActiveShapeError", ("(C, H)", "(24, 16, 1)"), capacity_shape=(24, WIDTH, 1)),
+    "capacity: zero": _bad("ActiveShapeError", ("at least 1", "(0, 16)"), capacity_shape=(0, WIDTH)),
+    "capacity: negative width": _bad("ActiveShapeError", ("at least 1", "(24, -1)"), capacity_shape=(24, -1)),
+    "capacity: fraction": _bad("ActiveShapeError", ("integers", "(24.0, 16)"), capacity_shape=(24.0, WIDTH)),
+    "capacity: a number": _bad("ActiveShapeError", ("(C, H)", "24"), capacity_shape=24),
+    "capacity: a mask": _bad("ActiveShapeError", ("integers", "True"), capacity_shape=(True, WIDTH)),
+    "dtype": _bad("ConfigError", ("torch.float64", "torch.bfloat16, torch.float16, torch.float32"), dtype=torch.float64),
+    "dtype: its name": _bad("ConfigError", ("'float32'", "torch.float32"), dtype="float32"),
+    "device: meta": _bad("ConfigError", ("meta", "cpu or cuda"), device="meta"),
+    "device: no such": _bad("ConfigError", ("'abacus'", "cpu or cuda"), device="abacus"),
+    "backend: unknown": _bad("ConfigError", ("'nccl'", "auto, shared, cuda, process_group"), backend="nccl"),
+    "time-out: zero": _bad("ConfigError", ("timeout_s", "positive", "0"), timeout_s=0),
+    "time-out: negative": _bad("ConfigError", ("timeout_s", "positive", "-1.5"), timeout_s=-1.5),
+    "time-out: not a number": _bad("ConfigError", ("timeout_s", "nan"), timeout_s=float("nan")),
+    "time-out: infinite": _bad("ConfigError", ("timeout_s", "inf"), timeout_s=float("inf")),
+    "time-out: text": _bad("ConfigError", ("timeout_s", "'1 h'"), timeout_s="1 h"),
+    "on_overflow": _bad("ConfigError", ("on_overflow='truncate'", "error, sequential"), on_overflow="truncate"),
+    "max_rows_per_rank: zero": _bad("ConfigError", ("max_rows_per_rank", "positive", "0"), max_rows_per_rank=0),
+    "max_rows_per_rank: fraction": _bad("ConfigError", ("max_rows_per_rank", "2.5"), max_rows_per_rank=2.5),
+    "quantization: FP8": _bad("ConfigError", ("FP8", "NONE"), quantization_modes=[FP8]),
+    "quantization: FP8 beside NONE": _bad("ConfigError", ("FP8", "NONE"), quantization_modes=[NONE, FP8]),
+    "quantization: by name": _bad("ConfigError", ("'mxfp8'", "NONE"), quantization_modes="mxfp8"),
+    "config: unknown option": _config(("qkv_fprop.metod", "did you mean 'method'"), qkv_fprop={"metod": "bulk"}),
+    "config: unknown method": _config(("'ring'", "did you mean 'ring_exchange'"), qkv_fprop={"method": "ring"}),
+    "config: wrong type": _config(("num_splits", "'4'"), proj_fprop={"method": "pipeline", "num_splits": "4"}),
+    "config: zero": _config(("num_splits", "at least 1", "0"), proj_fprop={"method": "pipeline", "num_splits": 0}),
+    "config: pipeline all-gather": _config(
+        ("qkv_fprop", "'pipeline' cannot all-gather", "ring_exchange"), qkv_fprop={"method": "pipeline"}
+    ),
+    "config: bulk without a GEMM": _config(
+        ("proj_fprop", "'bulk' needs a GEMM", "ring_exchange"), proj_fprop={"method": "bulk"}
+    ),
+    "config: weight gradient travels": _config(
+        ("qkv_wgrad", "stays on its rank", "qkv_dgrad.method"), qkv_wgrad={"method": "ring_exchange"}
+    ),
+    "config: row weight gradient": _config(
+        ("fc2_wgrad has nothing to communicate", "remove"), fc2_wgrad={"method": "bulk"}
+    ),
+    "config: both gradients": _config(
+        ("qkv_wgrad is set", "qkv_dgrad"), qkv_dgrad={"method": "ring_exchange"}, qkv_wgrad={"method": "bulk"}
+    ),
+    "config: direction": _config(
+        ("qkv_fprop.is_reduce_scatter", "all-gather"), qkv_fprop={"is_reduce_scatter": True}
+    ),
+    "config: fused": _config(("'fused' is not supported", "ring_exchange"), qkv_fprop={"method": "fused"}),
+    "config: atomic_gemm": _config(("atomic_gemm", "supported now", "false"), qkv_fprop={"atomic_gemm": True}),
+    "config: no copy engine": _config(("use_ce", "supported now", "true"), qkv_fprop={"use_ce": False}),
+    "config: no file": _bad("ConfigError", ("/no/such/file.yaml",), ub_cfgs="/no/such/file.yaml"),
+    "config: a list": _bad("ConfigError", ("list", "te.initialize_ub"), ub_cfgs=[{}]),
+    "plan: not one": _bad("ConfigError", ("mgr.plan()", "list"), plan=[]),
+    "plan: another version": BadSetUp(
+        lambda size: {"plan": _plan_of_another_version(size)}, "ConfigError", ("mgr.plan()", "version 99")
+    ),
+    "plan: another tp_size": BadSetUp(
+        lambda size: {"plan": a_plan(size + 1)}, "ConfigError", ("tp_size=", "this group has", "take one made for it")
+    ),
+    "plan: edited": BadSetUp(lambda size: {"plan": _edited_plan(size)}, "ConfigError", ("hash", "edited", "ub_cfgs")),
+    "plan: illegal method": BadSetUp(
+        lambda size: {"plan": a_plan(size, proj_fprop=("bulk", True))},
+        "ConfigError",
+        ("pins proj_fprop to 'bulk'", "legal here: ring_exchange, pipeline, sequential"),
+    ),
+    "plan: another direction": BadSetUp(
+        lambda size: {"plan": a_plan(size, qkv_dgrad=("ring_exchange", True))},
+        "ConfigError",
+        ("qkv_dgrad for reduce-scatter", "configured for all-gather", "same ub_cfgs"),
+    ),
+}
+
+DIFFERENT: dict[str, tuple[Options, Options, tuple[str, ...]]] = {
+    "capacity": ({}, {"capacity_shape": (32, WIDTH)}, ("capacity_shape", "(24, 16)", "(32, 16)")),
+    "width": ({}, {"capacity_shape": (24, 8)}, ("capacity_shape", "(24, 16)", "(24, 8)")),
+    "dtype": ({}, {"dtype": torch.bfloat16}, ("dtype", "torch.float32", "torch.bfloat16")),
+    "time-out": ({}, {"timeout_s": 21.0}, ("timeout_s", "20.0", "21.0")),
+    "config": ({}, {"ub_cfgs": {"proj_fprop": {"method": "pipeline"}}}, ("ub_cfgs",)),
+    "on_overflow": ({}, {"on_overflow": "sequential"}, ("on_overflow", "'error'", "'sequential'")),
+    "max_rows_per_rank": ({}, {"max_rows_per_rank": 20}, ("max_rows_per_rank", "12", "20")),
+    "backend": ({"backend": "shared"}, {"backend": "process_group"}, ("backend", "'shared'", "'process_group'")),
+}
+"""Options of the other ranks, of the last rank, and what the message must name."""
+
+
+def construct(options: Options) -> tpo.UserBufferManager:
+    """A manager by these options over the small defaults."""
+    from tests.manager.ranks import make_manager
+
+    return make_manager(**options)

@@ -1,0 +1,114 @@
+"""Construction and registration: what is illegal on one rank, or differs between ranks, is an error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.manager import set_up_ranks
+from tests.manager.ranks import Outcome
+from tests.manager.set_ups import BAD_SET_UPS, DIFFERENT
+from tpoverlap.testing import RankPool, run_ranks
+
+Pools = Callable[[int], RankPool]
+Outcomes = list[dict[str, Outcome]]
+
+
+def require(outcome: Outcome, error: str, says: tuple[str, ...], where: str) -> None:
+    assert outcome is not None, f"{where}: nothing was raised"
+    classes, message = outcome
+    assert classes[0] == error, f"{where}: {classes[0]}: {message}"
+    for fragment in says:
+        assert fragment in message, f"{where}: {fragment!r} is not in: {message}"
+
+
+# offender (None: every rank), R
+@pytest.fixture(scope="module", params=[(None, 2), (1, 2), (2, 3)], ids=["all ranks", "one rank", "one rank of three"])
+def refused(request: pytest.FixtureRequest, rank_pool: Pools) -> tuple[int | None, Outcomes]:
+    offender, size = request.param
+    return offender, rank_pool(size).run(set_up_ranks.refuse, offender, timeout_s=100.0)
+
+
+@pytest.mark.parametrize("name", BAD_SET_UPS)
+def test_bad_set_up(name: str, refused: tuple[int | None, Outcomes]) -> None:
+    offender, outcomes = refused
+    case = BAD_SET_UPS[name]
+    for rank, on_rank in enumerate(outcomes):
+        if offender is None or rank == offender:
+            require(on_rank[name], case.error, case.says, f"rank {rank}")
+        else:  # it did nothing wrong, and is told who did what
+            require(on_rank[name], "ConfigError", (f"rank {offender} ", case.error, *case.says), f"rank {rank}")
+
+
+@pytest.fixture(scope="module")
+def differing(rank_pool: Pools) -> Outcomes:
+    return rank_pool(2).run(set_up_ranks.disagree, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("name", [*DIFFERENT, "plan"])
+def test_ranks_given_different_arguments(name: str, differing: Outcomes) -> None:
+    says = ("plan", "pipeline") if name == "plan" else DIFFERENT[name][2]
+    for rank, on_rank in enumerate(differing):
+        require(on_rank[name], "RankMismatchError", (*says, "pass the same everywhere"), f"rank {rank}")
+
+
+@pytest.mark.parametrize("offender", [None, 1])
+def test_cuda_backend_on_the_cpu(rank_pool: Pools, offender: int | None) -> None:
+    outcomes = rank_pool(2).run(set_up_ranks.backend_that_does_not_work, offender, timeout_s=60.0)
+    for rank, outcome in enumerate(outcomes):
+        if offender is None:
+            require(outcome, "BackendUnavailableError", ("'cuda'", "cpu"), f"rank {rank}")
+        else:
+            require(outcome, "RankMismatchError", ("backend", "'auto'", "'cuda'"), f"rank {rank}")
+
+
+@pytest.mark.parametrize("offender", [None, 1])
+def test_device_that_is_not_there(rank_pool: Pools, offender: int | None) -> None:
+    outcomes = rank_pool(2).run(set_up_ranks.device_that_is_not_there, offender, timeout_s=60.0)
+    for rank, outcome in enumerate(outcomes):
+        own = offender is None or rank == offender
+        error = "BackendUnavailableError" if own else "ConfigError"
+        require(outcome, error, ("'cuda:7'", "CUDA devices"), f"rank {rank}")
+
+
+def test_bad_groups(rank_pool: Pools) -> None:
+    for outcomes in rank_pool(2).run(set_up_ranks.bad_groups, timeout_s=60.0):
+        require(outcomes["text"], "ConfigError", ("ProcessGroup", "DeviceMesh", "str"), "a text")
+        require(outcomes["two-dimensional mesh"], "ConfigError", ("1-D", "2 dimensions", "mesh['tp']"), "a mesh")
+
+
+def test_good_groups(rank_pool: Pools) -> None:
+    rank_pool(2).run(set_up_ranks.good_groups, timeout_s=60.0)
+
+
+REGISTRATIONS = {
+    "no width": ("ActiveShapeError", ("(24, 0)",)),
+    "width is a fraction": ("ActiveShapeError", ("2.5",)),
+    "no tokens": ("ActiveShapeError", ("(0, 8)",)),
+    "rows": ("ConfigError", ("max_rows_per_rank", "-1")),
+    "no name": ("ConfigError", ("''",)),
+    "blank in the name": ("ConfigError", ("'vision tower'", "without blanks")),
+    "no text": ("ConfigError", ("7",)),
+    "a standard layer": ("ConfigError", ("fc1_fprop", "width 16", "another name")),
+    "a standard name": ("ConfigError", ("fc1_fprop", "another name")),
+    "a standard name without communication": ("ConfigError", ("fc2_wgrad", "another name")),
+    "taken": ("ConfigError", ("taken_fprop is registered already", "(24, 4)", "another name")),
+    "partly taken": ("ConfigError", ("taken_dgrad is registered already", "another name")),
+}
+
+
+@pytest.mark.parametrize("offender", [None, 1])
+def test_bad_registrations(rank_pool: Pools, offender: int | None) -> None:
+    for rank, outcomes in enumerate(rank_pool(2).run(set_up_ranks.registrations, offender, timeout_s=60.0)):
+        assert set(outcomes) == {*REGISTRATIONS, "different"}
+        for name, (error, says) in REGISTRATIONS.items():
+            own = offender is None or rank == offender
+            require(outcomes[name], error if own else "ConfigError", says, f"rank {rank}, {name}")
+        require(outcomes["different"], "RankMismatchError", ("width", "8", "9"), f"rank {rank}")
+
+
+def test_without_process_group() -> None:
+    outcomes = run_ranks(set_up_ranks.without_process_group, 1, timeout_s=60.0)[0]
+    for name, outcome in outcomes.items():
+        require(outcome, "NotInitializedError", ("init_process_group",), name)

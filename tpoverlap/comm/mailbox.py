@@ -1,0 +1,108 @@
+"""Headers: how ranks that share no memory tell each other which operation they are at."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpoverlap.comm.descriptor import Descriptor, sequence_matches
+from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
+from tpoverlap.comm.gloo_link import AbortBoard, GlooLink
+from tpoverlap.errors import PeerTimeoutError
+from tpoverlap.memory.layout import DESCRIPTOR_RING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_SIGN = 1 << 63
+_HEADER_TAG = 1 << 20
+SEQUENCES_WITH_OWN_TAG = 8192
+_SETTLE_S = 0.3
+
+
+class Mailbox:
+    """Sends, receives and compares headers; remembers the peers' for `Diagnosis`.
+
+    Args:
+        group: the caller's group (moves data between GPUs).
+        link: moves headers, and data between CPUs.
+        board: where a peer's end is found out.
+        timeout_s: bound of every wait.
+    """
+
+    def __init__(self, group: ProcessGroup, link: GlooLink, board: AbortBoard, timeout_s: float) -> None:
+        self.group = group
+        self.link = link
+        self.timeout = timedelta(seconds=timeout_s)
+        self.rank = group.rank()
+        self.peers = [(self.rank + offset) % group.size() for offset in range(1, group.size())]
+        self._board = board
+        self._words: dict[tuple[int, int], tuple[int, int]] = {}
+        self.diagnosis = Diagnosis(self.rank, group.size(), timeout_s, self._peer_words)
+
+    def _peer_words(self, peer: int, sequence: int) -> tuple[int, int]:
+        words = self._words.get((peer, sequence % DESCRIPTOR_RING), (0, 0))
+        if not sequence_matches(words[0], sequence):  # a peer that gave up sends no header any more
+            words = self._board.look(peer)[1:]
+        return words
+
+    def send_headers(self, descriptor: Descriptor) -> list[Any]:
+        """Start sending ``descriptor`` to every peer; wait for the returned works before leaving the operation."""
+        words = torch.tensor([descriptor.record - _SIGN, descriptor.digest - _SIGN], dtype=torch.int64)
+        return [self.link.send(words, peer, _header_tag(descriptor)) for peer in self.peers]
+
+    def compare_headers(self, descriptor: Descriptor) -> None:
+        """Receive every peer's header and compare.
+
+        Raises:
+            RankMismatchError: a header differs. PeerTimeoutError: one did not come.
+        """
+        incoming = [torch.empty(2, dtype=torch.int64) for _ in self.peers]
+        works = [
+            self.link.receive(words, peer, _header_tag(descriptor))
+            for words, peer in zip(incoming, self.peers, strict=True)
+        ]
+        for work, words, peer in zip(works, incoming, self.peers, strict=True):
+            self.finish(work, peer, f"{descriptor.label} (T={descriptor.num_tokens}) to start it")
+            record, digest = (int(word) + _SIGN for word in words.tolist())
+            self._words[peer, descriptor.sequence % DESCRIPTOR_RING] = (record, digest)
+        if self.diagnosis.differs(descriptor):
+            raise self.diagnosis.mismatch(descriptor.sequence)
+
+    def finish(self, work: Any, peer: int, what: str) -> None:
+        """Wait for one message, bounded by the time-out.
+
+        Raises:
+            RankMismatchError, PeerTimeoutError: it did not come, or the peer gave up.
+        """
+        started = time.monotonic()
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - started
+            if waited_s >= self.timeout.total_seconds():
+                raise self.diagnosis.late(peer, waited_s, what) from error
+            # The connection broke. Give the reason a moment to arrive: the peer's abort word, or on this rank the
+            # error of the thread whose time-out made Gloo close all connections.
+            deadline = time.monotonic() + _SETTLE_S
+            while time.monotonic() < deadline:
+                word = self._board.look(peer)[0]
+                if word:
+                    raise self.diagnosis.gave_up(peer, word, what) from error
+                time.sleep(0.01)
+            raise PeerTimeoutError(
+                f"rank {self.rank} lost rank {peer} while it waited for {what}: {error}. "
+                "It died or closed the connection"
+            ) from error
+
+    def announce_abort(self, word: int) -> None:
+        """Tell the peers that this rank gave up, why, and what its operation was."""
+        _, sequence = AbortReason.decode(word)
+        self._board.announce(word, *self.diagnosis.own_words(sequence))
+
+
+def _header_tag(descriptor: Descriptor) -> int:
+    return _HEADER_TAG + descriptor.sequence % SEQUENCES_WITH_OWN_TAG
