@@ -84,6 +84,7 @@ class CommOverlap:
         Raises:
             ActiveShapeError: see `ActiveShape.parse`. CapacityError: it does not fit.
         """
+        self.manager.require_open()
         active = self.manager.active
         parsed = active.parse(shape, partition, self.width)
         self.require_capacity(parsed)
@@ -119,6 +120,7 @@ class CommOverlap:
         next-but-one operation on the region. Reduce-scatter: [T, H] of a private staging buffer, because peers write
         only summands into the registered one.
         """
+        self.manager.require_open()
         partition = self._buffer_partition()
         rows = partition.rows(self.manager.rank) if local_chunk else slice(0, partition.total)
         if self.is_reduce_scatter:

@@ -185,7 +185,7 @@ class UserBufferManager:
             ConfigError, ActiveShapeError: an argument is illegal here or on another rank, or the name is taken.
             RankMismatchError: ranks register different things. In all cases nothing was registered.
         """
-        self._require_open()
+        self.require_open()
         registration: Registration | Exception
         try:
             registration = self._parse_registration(name, width, max_tokens, max_rows_per_rank)
@@ -226,7 +226,7 @@ class UserBufferManager:
         Raises:
             ActiveShapeError: malformed, or H differs. CapacityError: more than C rows, or than max_rows_per_rank.
         """
-        self._require_open()
+        self.require_open()
         if shape is None and partition is None:
             self.active.set(None)
             return
@@ -237,7 +237,7 @@ class UserBufferManager:
         self, shape: ShapeLike | None = None, partition: TokenPartition | None = None
     ) -> Iterator[TokenPartition]:
         """``set_active_shape`` for a block, in this thread; gives the partition. Scopes nest."""
-        self._require_open()
+        self.require_open()
         parsed = self._parse_fitting(shape, partition)
         with self.active.scope(parsed):
             yield parsed
@@ -268,7 +268,7 @@ class UserBufferManager:
 
     def get(self, name: str) -> CommOverlap:
         """The communicator of a GEMM name. Raises ConfigError, listing the names there are."""
-        self._require_open()
+        self.require_open()
         return self._names.get(name)
 
     def layer(self, name: str, *, row: bool | None = None) -> LayerCommunicators:
@@ -278,7 +278,7 @@ class UserBufferManager:
             name: "qkv", "proj", "fc1", "fc2" or a registered name; an unregistered one runs without overlap.
             row: whether fprop reduce-scatters; None: as the name is configured.
         """
-        self._require_open()
+        self.require_open()
         if row is None:
             fprop = f"{name}_fprop"
             row = fprop in self._names and self._names.get(fprop).is_reduce_scatter
@@ -304,7 +304,7 @@ class UserBufferManager:
         Raises:
             CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot run this direction.
         """
-        self._require_open()
+        self.require_open()
         if self.channel is not None:
             self.channel.check()
         overflow = self._overflows(communicator, partition)
@@ -353,7 +353,7 @@ class UserBufferManager:
 
     def next_gather_slot(self, communicator: CommOverlap, partition: TokenPartition) -> torch.Tensor:
         """View of the [T, H] slot that the next all-gather of ``communicator`` uses. For `CommOverlap.get_buffer`."""
-        self._require_open()
+        self.require_open()
         if self.channel is None:
             raise ConfigError("R = 1 has no communication buffer")
         return self.channel.hand_out_slot(
@@ -364,7 +364,7 @@ class UserBufferManager:
 
     def explain(self, name: str, num_tokens: int | None = None) -> str:
         """What happens to ``name`` at T = ``num_tokens`` (None: the active T), in words: method, source, reason, buffer."""
-        self._require_open()
+        self.require_open()
         communicator = self._names.get(name)
         tokens = self.num_tokens if num_tokens is None else num_tokens
         partition = TokenPartition.balanced(tokens, self.tp_size)
@@ -385,7 +385,7 @@ class UserBufferManager:
 
     def plan(self) -> dict[str, Any]:
         """The dispatch choices of all names: serialisable, with a hash; pin them with ``plan=``."""
-        self._require_open()
+        self.require_open()
         names = {
             c.name: (self._decide(c, None).method, c.is_reduce_scatter) for c in self._names if c.registered
         }
@@ -396,13 +396,13 @@ class UserBufferManager:
 
         Names that were not registered are among them: they run without overlap.
         """
-        self._require_open()
+        self.require_open()
         used = (*self._names, *self._names.unregistered)
         return {c.name: c.statistics.as_dict() for c in used if c.statistics.calls}
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes that this rank holds: registered memory by region, and the number of allocations since set-up began."""
-        self._require_open()
+        self.require_open()
         channel = self.channel
         report: dict[str, Any] = {"backend": self.backend_name, "symmetric_bytes": 0, "control_bytes": 0, "regions": {}}
         report["allocations"] = 0 if channel is None else channel.num_allocations
@@ -420,7 +420,7 @@ class UserBufferManager:
 
     def check(self) -> None:
         """Wait for the device and raise what went wrong. Call it before ``optimizer.step()``."""
-        self._require_open()
+        self.require_open()
         if self.channel is None:
             return
         self.channel.check()
@@ -445,6 +445,7 @@ class UserBufferManager:
             self._names.forget()
 
     def __enter__(self) -> UserBufferManager:
+        self.require_open()
         return self
 
     def __exit__(
@@ -455,7 +456,8 @@ class UserBufferManager:
         else:
             self.abort()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raise NotInitializedError after `close` or `abort`."""
         if self._closed:
             raise NotInitializedError("this manager was closed; create a new one")
 

@@ -139,7 +139,10 @@ class Channel:
             exchange = self.transport.new_exchange(
                 self, region, region.uses, descriptor, steps, partition, dtype, caller
             )
-            exchange.start()
+            failure = _failure_of(exchange.start)
+        if failure is not None:
+            self.fail(failure, descriptor)
+            raise failure
         return exchange
 
     def announce(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> Descriptor:
@@ -231,13 +234,17 @@ class Channel:
 
     def fail(self, error: BaseException, descriptor: Descriptor) -> None:
         """An operation ended with ``error``: later calls raise, peers are told, waiters are released."""
-        if not isinstance(error, TpOverlapError):
-            error = TpOverlapError(
-                f"rank {self.rank} failed inside {descriptor.label} (T={descriptor.num_tokens}): {error!r}. "
-                "The manager cannot go on; close it"
-            )
-        self.end(error, descriptor.sequence)
+        self.end(self.explained(error, descriptor), descriptor.sequence)
         self.release_waiters()
+
+    def explained(self, error: BaseException, descriptor: Descriptor) -> TpOverlapError:
+        """``error`` if it is one of ours, else one that says in which operation it happened."""
+        if isinstance(error, TpOverlapError):
+            return error
+        return TpOverlapError(
+            f"rank {self.rank} failed inside {descriptor.label} (T={descriptor.num_tokens}): {error!r}. "
+            "The manager cannot go on; close it"
+        )
 
     def end(self, error: BaseException, sequence: int | None = None) -> None:
         """Store the first error and tell the peers, once, whichever thread it came from."""
@@ -313,6 +320,8 @@ class Channel:
         self._closed = True
         idle = self._device_is_idle()  # before the watchdog ends: it keeps releasing waiters until then
         self._watchdog.stop()
+        if self.fault.error is not None:
+            self.transport.cancel()
         for stream in (self.comm_stream, *self.compute_streams):
             stream.close()
         self.transport.close()
@@ -331,3 +340,11 @@ class Channel:
                 return False
             time.sleep(0.01)
         return True
+
+
+def _failure_of(work: Callable[[], object]) -> BaseException | None:
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None

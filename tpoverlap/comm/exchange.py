@@ -75,7 +75,13 @@ class Exchange(ABC):
             ready: event after which ``source`` may be read; None: now, in the caller's order.
         """
         self._comm.wait(self.caller.record() if ready is None else ready)
-        self._comm.enqueue(lambda: self._send(step, source, base_row))
+        self._comm.enqueue(lambda: self._send_or_explain(step, source, base_row))
+
+    def _send_or_explain(self, step: Step, source: torch.Tensor, base_row: int) -> None:
+        try:
+            self._send(step, source, base_row)
+        except Exception as error:  # on a worker thread: what the caller gets must say where it happened
+            raise self._channel.explained(error, self._descriptor) from error
 
     def copy_own(self, source: torch.Tensor, first_element: int) -> None:
         """Copy own rows into the local slot too, on the comm stream (for readers of the whole activation)."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,7 +36,7 @@ class GlooLink:
     """
 
     def __init__(self, group: ProcessGroup, prefix: str) -> None:
-        store = dist.PrefixStore(f"{prefix}/gloo", default_store())
+        store = PrefixStore(f"{prefix}/gloo", default_store())
         self._peer = (group.rank() + 1) % group.size()
         self._context: Any = dist.ProcessGroupGloo(
             store, group.rank(), group.size(), timeout=timedelta(seconds=_CONNECT_S)
@@ -75,7 +76,7 @@ class AbortBoard:
     """
 
     def __init__(self, rank: int, prefix: str) -> None:
-        self._store = dist.PrefixStore(f"{prefix}/abort", default_store())
+        self._store = PrefixStore(f"{prefix}/abort", default_store())
         self._rank = rank
         self._seen: dict[int, tuple[int, int, int]] = {}
 

@@ -165,7 +165,7 @@ def before_gemms(
         original(exchange, stream, disturbed, what, step)
 
     if only_rank in (None, channel.rank):
-        Exchange.run = run  # type: ignore[method-assign]
+        Exchange.run = run  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -1,0 +1,236 @@
+"""Checks, then measures, everything that needs GPUs, in one run. Start it with ``scripts/gpu_check``.
+
+With fewer GPUs than ranks the ranks share them: that proves numbers and errors, never times, so the timed part runs only
+where every rank has a GPU of its own, and the report says when it did not.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import cuda_faults, host, methods
+from benchmarks.environment import environment
+from tpoverlap.testing import RankPool, conformance, run_ranks
+
+console = Console(width=110)
+Row = dict[str, Any]
+RING_BOUND = 0.93
+"""A ring at 8192^3 on two GPUs must take at most this part of sequential."""
+
+
+class Report:
+    """Rows of what was checked; a failure is a row, and the run goes on."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def check(self, name: str, run: Callable[[], Any]) -> Any:
+        """Run one check and keep its result or its error."""
+        begin, result, status, detail = time.monotonic(), None, "ok", ""
+        try:
+            result = run()
+        except Exception as error:
+            status, detail = "failed", f"{type(error).__name__}: {error}"[:3000]
+            traceback.print_exc(limit=1)
+        seconds = round(time.monotonic() - begin, 1)
+        self.rows.append({"check": name, "status": status, "seconds": seconds, "detail": detail, "result": result})
+        console.print(f"[{'green' if status == 'ok' else 'red'}]{status:7}[/] {seconds:6.1f} s  {name}  {detail[:400]}")
+        return result
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of failed checks."""
+        return [row["check"] for row in self.rows if row["status"] != "ok"]
+
+
+def _numbers(report: Report, world_size: int, dtype: torch.dtype, quick: bool) -> None:
+    setting = conformance.Setting(device="cuda", dtype=dtype, capacity=520, hidden=256, features=192)
+    gathers: list[tuple[str, dict[str, Any]]] = [
+        ("ring_exchange", {}),
+        ("ring_exchange", {"aggregate": True}),
+        ("sequential", {}),
+    ]
+    scatters: list[tuple[str, dict[str, Any]]] = [("ring_exchange", {}), ("sequential", {})]
+    scatters += [("pipeline", {"num_splits": n}) for n in ((4,) if quick else (1, 2, 4, 7))]
+    label = f"R={world_size} {str(dtype).removeprefix('torch.')}"
+    with RankPool(world_size, device="cuda") as pool:
+
+        def run(name: str, function: Callable[..., Any], *arguments: Any) -> None:
+            report.check(f"{label} {name}", lambda: pool.run(function, setting, *arguments, timeout_s=120)[0])
+
+        for method, options in gathers:
+            run(f"AG {method} {options or ''}", conformance.check_all_gather_gemm, method, options)
+        for method, options in scatters:
+            run(f"RS {method} {options or ''}", conformance.check_gemm_reduce_scatter, method, options)
+        for method in ("bulk", "sequential"):
+            run(f"beside a GEMM: {method}", conformance.check_bulk, method)
+        for mode in ("bulk", "dgrad_ring", "dgrad_pipeline"):
+            run(f"Linear column {mode}", conformance.check_linear, "column", mode, 1)
+            run(f"two weights, one gather, {mode}", conformance.check_shared_gather, mode)
+        for mode in ("ring", "pipeline"):
+            run(f"Linear row {mode}", conformance.check_linear, "row", mode, 1)
+        for recomputation in ("none",) if quick else ("none", "full", "selective"):
+            run(
+                f"1F1B, recomputation {recomputation}", conformance.check_microbatches_1f1b, 2, recomputation
+            )
+
+
+def _queues(report: Report, quick: bool) -> None:
+    """Case 3 and the error paths under one, eight and the default number of hardware queues."""
+    setting = conformance.Setting(device="cuda", dtype=torch.bfloat16, capacity=520, hidden=256, features=192)
+    for queues in ("1",) if quick else (None, "1", "8"):
+        env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+        report.check(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: bulk",
+            lambda env=env: run_ranks(
+                conformance.check_bulk, 2, setting, "bulk", device="cuda", env=env, timeout_s=120
+            )[0],
+        )
+        for scenario, error in cuda_faults.EXPECTED.items():
+            report.check(
+                f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: peer: {scenario}",
+                lambda env=env, scenario=scenario, error=error: _fault(scenario, error, env),
+            )
+
+
+def _fault(scenario: str, error: str, env: dict[str, str | None]) -> Any:
+    dead = (1,) if scenario == "die" else ()
+    results = run_ranks(
+        cuda_faults.run_scenario, 2, scenario, device="cuda", env=env, timeout_s=60, expect_dead=dead
+    )
+    reporting = [row for row in results if row is not None and row["error"] is not None]
+    wanted = 2 if scenario == "mismatch" else 1
+    if len(reporting) != wanted or any(row["error"] != error or not row["poisoned"] for row in reporting):
+        raise AssertionError(f"expected {wanted} x {error} with poisoned rows, got {results}")
+    return reporting
+
+
+def _train(report: Report, out: Path, tp_size: int, steps: int) -> None:
+    file = out.with_name(f"{out.stem}_train_tp{tp_size}.json")
+    command = [sys.executable, "-m", "tpoverlap", "train", "--device", "cuda", "--tp", str(tp_size)]
+    command += ["--steps", str(steps), "--check-reference", "--json", str(file)]
+
+    def run() -> Any:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        if done.returncode:
+            raise RuntimeError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-2500:]}")
+        return json.loads(file.read_text())["summary"]
+
+    report.check(f"main job, tp {tp_size}: {' '.join(command[1:-2])}", run)
+    file.unlink(missing_ok=True)
+
+
+def _costs(report: Report, quick: bool) -> None:
+    report.check("host time", lambda: run_ranks(host.host_time, 2, "cuda", 60, device="cuda", timeout_s=120))
+
+    def growth() -> Any:
+        rows = run_ranks(host.thousand_shapes, 2, "cuda", 200 if quick else 1000, device="cuda", timeout_s=240)
+        for row in rows:
+            if row["reserved_bytes_growth"] or row["allocated_bytes_growth"] or row["arena_allocations"] != 1:
+                raise AssertionError(f"memory grew over random T: {rows}")
+        return rows
+
+    report.check("random T: no allocation, no growth", growth)
+
+
+def _times(report: Report, quick: bool) -> list[Row]:
+    shapes = [(8192, 8192, 8192)] if quick else [(8192, 8192, 8192), (4096, 8192, 4096), (8192, 4096, 8192), (1024, 8192, 4096)]
+    rows = []
+    with RankPool(2, device="cuda") as pool:
+        for direction in ("ag", "rs"):
+            for tokens, in_features, out_features in shapes:
+                row = report.check(
+                    f"time {direction} {tokens} x {in_features} x {out_features}",
+                    lambda d=direction, t=tokens, k=in_features, n=out_features: pool.run(
+                        methods.measure_shape, d, t, k, n, 11, timeout_s=180
+                    )[0],
+                )
+                if row is not None:
+                    rows.append(row)
+    if not rows:
+        raise click.ClickException("nothing was measured")
+    for row in rows:
+        if (row["tokens"], row["in_features"], row["out_features"]) == (8192, 8192, 8192):
+            times = row["time_ms"]
+            report.check(f"ring {row['direction']} at 8192^3 <= {RING_BOUND} of sequential", lambda t=times: _bound(t))
+    return rows
+
+
+def _bound(times: dict[str, float]) -> float:
+    ratio = times["ring_exchange"] / times["sequential"]
+    if ratio > RING_BOUND:
+        raise AssertionError(f"ring takes {ratio:.3f} of sequential: {times}")
+    return ratio
+
+
+def _print_times(rows: list[Row]) -> None:
+    table = Table("direction", "T x K x N", "method", "ms", "of sequential")
+    for row in rows:
+        for label, value in row["time_ms"].items():
+            shape = f"{row['tokens']} x {row['in_features']} x {row['out_features']}"
+            ratio = value / row["time_ms"]["sequential"]
+            table.add_row(row["direction"], shape, label, f"{value:.3f}", f"{ratio:.3f}")
+    console.print(table)
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="fewer dtypes, group sizes and repeats")
+@click.option("--only", type=click.Choice(["numbers", "queues", "train", "costs", "times"]), multiple=True)
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="JSON file; default benchmarks/results/")
+def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
+    """Check everything that needs GPUs, then measure it."""
+    if not torch.cuda.is_available():
+        raise click.ClickException("no CUDA device: this script is for GPU hosts; `make test` checks the CPU")
+    where = environment()
+    num_gpus = torch.cuda.device_count()
+    default = Path("benchmarks/results") / f"gpu_check_{where['date'][:10]}_{num_gpus}x{where['gpus'][0].replace(' ', '-')}.json"
+    out = out or default
+    parts = only or ("numbers", "queues", "train", "costs", "times")
+    report, times = Report(), []
+    if "numbers" in parts:
+        for world_size, dtypes in (
+            (2, (torch.bfloat16,) if quick else (torch.bfloat16, torch.float16, torch.float32)),
+            (4, (torch.bfloat16,)),
+            (8, () if quick else (torch.bfloat16,)),
+        ):
+            for dtype in dtypes:
+                _numbers(report, world_size, dtype, quick)
+    if "queues" in parts:
+        _queues(report, quick)
+    if "train" in parts:
+        for tp_size in (2,) if quick else (2, 4, 8):
+            _train(report, out, tp_size, 4 if quick else 8)
+    if "costs" in parts:
+        _costs(report, quick)
+    not_run = []
+    if "times" in parts and num_gpus >= 2:
+        times = _times(report, quick)
+        _print_times(times)
+    elif "times" in parts:
+        not_run.append(f"times of methods: they need 2 GPUs, this machine has {num_gpus}; ranks shared it for the rest")
+    where["ranks_share_gpus"] = num_gpus < 2
+    out.parent.mkdir(parents=True, exist_ok=True)
+    content = {"environment": where, "checks": report.rows, "times": times, "not_run": not_run}
+    out.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(f"{len(report.rows) - len(report.failed)} of {len(report.rows)} checks passed; {out}")
+    for line in not_run:
+        console.print(f"[yellow]not run:[/] {line}")
+    if report.failed:
+        console.print("[red]failed:[/] " + ", ".join(report.failed))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""From initialisation to close: use after the end, exceptions on the way, and starting again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.manager import life_time_ranks
+from tpoverlap.testing import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+@pytest.mark.parametrize("how", ["close", "abort", "exception"])
+def test_use_after_the_end(rank_pool: Pools, how: str) -> None:
+    for rank, outcomes in enumerate(rank_pool(2).run(life_time_ranks.after_the_end, how, timeout_s=60.0)):
+        for name, outcome in outcomes.items():
+            assert outcome is not None, f"rank {rank}, {name}: nothing was raised"
+            classes, message = outcome
+            assert classes[0] == "NotInitializedError", f"rank {rank}, {name}: {classes[0]}: {message}"
+            assert "closed" in message and "create a new one" in message, message
+
+
+def test_an_exception_inside_with_comes_out(rank_pool: Pools) -> None:
+    (first,), (second,) = rank_pool(2).run(life_time_ranks.an_exception_is_kept, timeout_s=60.0)
+    assert first is not None and first[0][0] == "KeyError"
+    assert second is not None and second[0][0] == "PeerTimeoutError", second
+    assert "rank 0" in second[1]
+
+
+def test_again_and_again(rank_pool: Pools) -> None:
+    rank_pool(3).run(life_time_ranks.again_and_again, timeout_s=60.0)
+
+
+def test_one_rank_alone(rank_pool: Pools) -> None:
+    for result in rank_pool(2).run(life_time_ranks.alone, timeout_s=60.0):
+        assert result["view"] is not None and result["view"][0][0] == "ConfigError"
+        assert "R = 1" in result["view"][1]
+        assert "sequential" in result["explain"] and "R = 1" in result["explain"]
+        assert result["report"]["symmetric_bytes"] == 0 and result["report"]["allocations"] == 0
+        assert result["stats"]["qkv_fprop"]["method_sequential"] == 1
+        assert result["partition"] is None
