@@ -63,7 +63,8 @@ def choose(
         return Decision(method, "default", f"method auto: no measurement is recorded here, {method} is the default")
     if config.method == "external":
         return Decision("sequential", config_source, "external means that the layer gathers by itself")
-    return Decision(config.method, config_source, f"configured method ({config_source})")
+    reason = "configured for this name" if config_source == "explicit" else "the default method of this name"
+    return Decision(config.method, config_source, reason)
 
 
 def method_for_use(method: str, config: OverlapConfig, *, name: str, scatter: bool, beside: bool) -> str:

@@ -118,6 +118,7 @@ class UserBufferManager:
         self.active = ActiveShape(self.tp_size, self.capacity_shape[1])
         self._names = NameTable(self, config, self.capacity_shape[1], self.capacity_shape[0], self.max_rows_per_rank)
         self._closed = False
+        self._logged_overflow: TokenPartition | None = None
         self.channel: Channel | None = None
         self.backend_name, self.backend_reason = "none", "R = 1: nothing is communicated"
         if self.tp_size > 1:
@@ -313,6 +314,18 @@ class UserBufferManager:
             decision.method, communicator.config, name=communicator.name, scatter=scatter, beside=beside
         )
         communicator.statistics.record(chosen, partition.total, overflow=overflow)
+        if overflow and partition != self._logged_overflow:
+            self._logged_overflow = partition  # one line a microbatch, not one an operation
+            logger.warning(
+                "rank %d: T=%d (rows a rank: %s) is above the capacity of %d tokens or %d rows a rank: this microbatch "
+                "runs without overlap, first %s",
+                self.rank,
+                partition.total,
+                list(partition.counts),
+                communicator.max_tokens,
+                communicator.max_rows_per_rank,
+                communicator.name,
+            )
         return OperationContext(
             self.channel,
             self.group,

@@ -6,6 +6,9 @@ data silently (pytorch#190977). Multicast is not used.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +72,8 @@ class CudaSymmetricBackend(Backend):
         arena = None
         if failed is None and allocation is not None:
             try:
-                arena = CudaArena(allocation, symm_mem.rendezvous(allocation, self.group.group_name))
+                with _no_multicast():
+                    arena = CudaArena(allocation, symm_mem.rendezvous(allocation, self.group.group_name))
             except RuntimeError as error:
                 reason = f"rendezvous failed on {self.device}: {error}"
             failed = first_failure(self.group, reason)
@@ -104,6 +108,22 @@ class CudaSymmetricBackend(Backend):
         failed = first_failure(group, reason)
         arena.close()
         return failed
+
+
+@contextmanager
+def _no_multicast() -> Iterator[None]:
+    # Rendezvous makes a multicast object wherever the device can; nothing here uses it, and on shared hosts it has put
+    # GPUs out of service. This variable is torch's only switch.
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _exchange_tokens(arena: CudaArena, device: torch.device, group: ProcessGroup) -> str | None:

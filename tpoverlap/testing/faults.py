@@ -32,13 +32,15 @@ _GPU_CYCLES_PER_S = 1.5e9
 """Lower than any present clock: a delay on the GPU may be shorter than asked for, by up to a third."""
 
 
-def pause(device: torch.device, seconds: Seconds) -> None:
-    """Hold up the current stream: the calling thread on the CPU, the current CUDA stream on a GPU."""
+def pause(stream: Stream, seconds: Seconds) -> None:
+    """Hold up ``stream``, inside work of it: the calling thread on the CPU, the CUDA stream on a GPU."""
     duration_s = seconds() if callable(seconds) else seconds
-    if device.type == "cuda":
-        torch.cuda._sleep(int(duration_s * _GPU_CYCLES_PER_S))
-    else:
+    cuda_stream = getattr(stream, "stream", None)
+    if cuda_stream is None:
         time.sleep(duration_s)
+    else:
+        with torch.cuda.stream(cuda_stream):
+            torch.cuda._sleep(int(duration_s * _GPU_CYCLES_PER_S))
 
 
 def trace(mgr: UserBufferManager) -> Trace:
@@ -107,8 +109,8 @@ def before_transfers(
 @contextmanager
 def delay_transfers(mgr: UserBufferManager, seconds: Seconds, **which: Any) -> Iterator[None]:
     """Each matching transfer waits before it copies; ``which``: see `before_transfers`."""
-    device = _channel(mgr).device
-    with before_transfers(mgr, lambda transfer: pause(device, seconds), **which):
+    comm = _channel(mgr).comm_stream
+    with before_transfers(mgr, lambda transfer: pause(comm, seconds), **which):
         yield
 
 
@@ -142,9 +144,9 @@ def stall_in_transfer(mgr: UserBufferManager, seconds: Seconds, *, after: int = 
 
 @contextmanager
 def before_gemms(
-    mgr: UserBufferManager, action: Callable[[], None], *, only_rank: int | None = None, after: int = 0
+    mgr: UserBufferManager, action: Callable[[Stream], None], *, only_rank: int | None = None, after: int = 0
 ) -> Iterator[None]:
-    """Call ``action()`` on the GEMM's stream, inside the operation, before each GEMM but the first ``after`` ones.
+    """Call ``action(stream)`` on the GEMM's stream, inside the operation, before each GEMM but the first ``after`` ones.
 
     Covers every method that opens an exchange, so all but ``sequential``. Patches `Exchange.run` for the block.
     """
@@ -159,7 +161,7 @@ def before_gemms(
             nonlocal seen
             seen += 1
             if seen > after:
-                action()
+                action(stream)
             work()
 
         original(exchange, stream, disturbed, what, step)
@@ -175,8 +177,7 @@ def before_gemms(
 @contextmanager
 def delay_gemms(mgr: UserBufferManager, seconds: Seconds, *, only_rank: int | None = None) -> Iterator[None]:
     """Each GEMM takes that much longer."""
-    device = _channel(mgr).device
-    with before_gemms(mgr, lambda: pause(device, seconds), only_rank=only_rank):
+    with before_gemms(mgr, lambda stream: pause(stream, seconds), only_rank=only_rank):
         yield
 
 
@@ -191,21 +192,22 @@ def delay_stream(
     """
     channel = _channel(mgr)
     stream = _streams(channel)[label]
-    original = stream.run
+    original = type(stream).run
 
     def run(work: Work) -> None:
         def late() -> None:
-            pause(channel.device, seconds)
+            pause(stream, seconds)
             work()
 
-        original(late)
+        original(stream, late)
 
     if only_rank in (None, channel.rank):
-        stream.run = run  # type: ignore[method-assign]
+        stream.run = stream.enqueue = run  # type: ignore[method-assign]
     try:
         yield
     finally:
-        stream.__dict__.pop("run", None)
+        for name in ("run", "enqueue"):
+            stream.__dict__.pop(name, None)
 
 
 def stream_labels(mgr: UserBufferManager) -> tuple[str, ...]:
