@@ -6,6 +6,7 @@ Order: pinned plan, explicit configuration, tuned cache (not in this release), d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tpoverlap.config import OverlapConfig, legal_methods
 from tpoverlap.errors import ConfigError
@@ -21,7 +22,7 @@ class Decision:
     reason: str
 
 
-
+@lru_cache(maxsize=256)  # applying the rules takes longer than a small operation
 def auto_method(name: str, *, is_reduce_scatter: bool) -> str:
     """What ``auto`` means until measurements say otherwise: ring_exchange, or bulk where only that is legal."""
     legal = legal_methods(name, is_reduce_scatter)

@@ -20,7 +20,7 @@ from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotIn
 from tpoverlap.memory import select_backend
 from tpoverlap.memory_report import default_max_rows, standard_regions
 from tpoverlap.name_table import NameTable
-from tpoverlap.overlap import OperationContext
+from tpoverlap.overlap import OperationContext, possible_labels
 from tpoverlap.plan import make_plan, pinned_methods
 from tpoverlap.setup import (
     BACKENDS,
@@ -155,6 +155,9 @@ class UserBufferManager:
         streams = max((c.config.num_max_streams for c in self._names if c.config.method == "pipeline"), default=0)
         streams = max(streams, 3 if "pipeline" in self._pinned.values() else 0)
         self.channel = Channel(choice.backend, regions, self.timeout_s, streams)
+        self.channel.diagnosis.know_possible(
+            lambda: (label for one in self._names for label in possible_labels(one.name, one.config))
+        )
 
     def _log_setup(self) -> None:
         if self.rank == 0:
@@ -180,7 +183,7 @@ class UserBufferManager:
             name: a layer ("mtp_proj": its fprop, dgrad, wgrad) or one GEMM ("lm_head_fprop").
             width: of the activation that is communicated.
             max_tokens: None: the manager's capacity.
-            max_rows_per_rank: None: ceil(max_tokens / R), or the manager's if that is more.
+            max_rows_per_rank: None: ceil(max_tokens / R), or the manager's if that was given and is more.
 
         Raises:
             ConfigError, ActiveShapeError: an argument is illegal here or on another rank, or the name is taken.
@@ -212,7 +215,9 @@ class UserBufferManager:
         self._names.require_new(name)
         tokens, width = parse_capacity((self.capacity_shape[0] if max_tokens is None else max_tokens, width))
         if max_rows_per_rank is None:
-            rows = max(default_max_rows(tokens, self.tp_size), min(tokens, self.max_rows_per_rank))
+            rows = default_max_rows(tokens, self.tp_size)
+            if self.max_rows_per_rank > default_max_rows(self.capacity_shape[0], self.tp_size):
+                rows = max(rows, min(tokens, self.max_rows_per_rank))  # uneven partitions are expected here
         else:
             rows = self._parse_max_rows(max_rows_per_rank, tokens)
         return Registration(name, width, tokens, rows)
@@ -376,11 +381,17 @@ class UserBufferManager:
     # -- reports -------------------------------------------------------------------------------------------------
 
     def explain(self, name: str, num_tokens: int | None = None) -> str:
-        """What happens to ``name`` at T = ``num_tokens`` (None: the active T), in words: method, source, reason, buffer."""
+        """In words what happens to ``name`` at T = ``num_tokens``: method, source, reason, rows, backend.
+
+        None takes the active shape with its rows a rank, or the capacity where there is none.
+        """
         self.require_open()
         communicator = self._names.get(name)
-        tokens = self.num_tokens if num_tokens is None else num_tokens
-        partition = TokenPartition.balanced(tokens, self.tp_size)
+        partition = communicator.partition if num_tokens is None else None
+        if partition is None:
+            tokens = communicator.max_tokens if num_tokens is None else num_tokens
+            partition = TokenPartition.balanced(tokens, self.tp_size)
+        tokens = partition.total
         overflow = False
         lines = []
         try:

@@ -26,7 +26,7 @@ def above_capacity(rank: int, size: int, backend: str) -> dict[str, Any]:
             assert_right(manager, partition, backward=True)
         with manager.microbatch(CAPACITY + 1) as partition:
             assert_right(manager, partition)
-        assert_right(manager, TokenPartition.balanced(CAPACITY + 2, size), partition=TokenPartition.balanced(26, size))
+        assert_right(manager, TokenPartition.balanced(CAPACITY + 2, size), by_call=True)
         manager.set_active_shape(CAPACITY + 3)
         assert_right(manager, TokenPartition.balanced(CAPACITY + 3, size), "fc1", None)
         assert manager.memory_report()["allocations"] == allocations

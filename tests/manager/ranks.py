@@ -48,13 +48,14 @@ def assert_right(
     width: int = WIDTH,
     *,
     backward: bool = False,
-    **options: Any,
+    by_call: bool = False,
 ) -> None:
     """AG + GEMM on ``column`` and GEMM + RS on ``row``, whole results against plain torch.
 
     ``column`` and ``row`` are layer names or communicators, None to leave one out; ``backward`` compares the gradients
-    too; ``options`` (``partition=``) go to both functions.
+    too; ``by_call`` passes ``partition`` to the functions, else the active shape has to say it.
     """
+    options = {"partition": partition} if by_call else {}
     if column is not None:
         comm = manager.layer(column, row=False) if isinstance(column, str) else column
         _assert_column(manager, partition, comm, width, backward, options)

@@ -81,6 +81,7 @@ class Channel:
         arena, layout = self._allocate(regions)
         self.identities = agree(backend.group, ProcessIdentity.own())
         self.transport: Transport = make_transport(backend, arena, layout, self.fault, timeout_s)
+        self.diagnosis.know("close")
         self.comm_stream: Stream = self.transport.new_stream("comm", high_priority=True)
         self.compute_streams: list[Stream] = []
         self.add_compute_streams(num_compute_streams)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 from tpoverlap.comm.descriptor import Descriptor, describe, operation_id, sequence_matches
@@ -55,6 +55,7 @@ class Diagnosis:
         self._peer_words = peer_words
         self._refresh = refresh
         self._labels: dict[int, str] = {}
+        self._possible: Callable[[], Iterable[str]] = tuple
         self._history: list[Descriptor | None] = [None] * DESCRIPTOR_RING  # a ring: read by the watchdog's thread
 
     def remember(self, descriptor: Descriptor) -> None:
@@ -65,6 +66,10 @@ class Diagnosis:
     def know(self, label: str) -> None:
         """Make ``label`` printable when a peer names it."""
         self._labels[operation_id(label)] = label
+
+    def know_possible(self, labels: Callable[[], Iterable[str]]) -> None:
+        """Labels that peers may name; asked for only when ranks disagree."""
+        self._possible = labels
 
     def own_words(self, sequence: int) -> tuple[int, int]:
         """This rank's (record, digest) for operation ``sequence`` (modulo 2**24); (0, 0) if it has not got that far."""
@@ -86,6 +91,8 @@ class Diagnosis:
 
     def mismatch(self, sequence: int) -> RankMismatchError:
         """Names every rank's value for operation number ``sequence``, as far as it has published one."""
+        for label in self._possible():
+            self._labels.setdefault(operation_id(label), label)
         values: list[tuple[int, int]] = []
         for rank in range(self.tp_size):
             if rank != self.rank:

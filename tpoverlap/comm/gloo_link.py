@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,19 @@ class GlooLink:
         )
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Any:
-        """Start sending; returns the work to wait for."""
-        return self._context.send([tensor], destination, tag)
+        """Start sending; returns the work to wait for, which raises RuntimeError if the connection is broken."""
+        return self._started(lambda: self._context.send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        """Start receiving into ``tensor``; returns the work to wait for."""
-        return self._context.recv([tensor], source, tag)
+        """Start receiving into ``tensor``; returns the work to wait for, as `send` does."""
+        return self._started(lambda: self._context.recv([tensor], source, tag))
+
+    @staticmethod
+    def _started(start: Callable[[], Any]) -> Any:
+        try:
+            return start()
+        except RuntimeError as error:  # the connection broke before: raise where somebody knows what it was for
+            return _NeverStarted(error)
 
     def cancel(self) -> None:
         """Close the connections: every wait of this rank ends with an error now instead of at its time-out.
@@ -65,6 +73,17 @@ class GlooLink:
     def close(self) -> None:
         """Drop the connections. After the threads that use them have ended."""
         self._context = None
+
+
+class _NeverStarted:
+    """Stands for the work of a message that could not even be posted."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raise what posting raised."""
+        raise self._error
 
 
 class AbortBoard:

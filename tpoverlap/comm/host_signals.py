@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from tpoverlap.comm.descriptor import Descriptor, sequence_matches
-from tpoverlap.comm.diagnosis import Diagnosis
+from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
 from tpoverlap.comm.epochs import reached, wrap32
 from tpoverlap.comm.fault import Fault
 from tpoverlap.comm.signals import Signals, SlotRef
@@ -37,11 +37,14 @@ class HostSignals(Signals):
         self._fence_lock = threading.Lock()
 
     def publish(self, stream: Stream, peer: int, descriptor: Descriptor) -> None:
+        self._publish(peer, descriptor.sequence, descriptor.record, descriptor.digest)
+
+    def _publish(self, peer: int, sequence: int, record: int, digest: int) -> None:
         words = self._arena.words64(peer)
-        index = self._layout.descriptor_offset(self._arena.rank, descriptor.sequence) // 8
-        words[index + 1] = descriptor.digest
+        index = self._layout.descriptor_offset(self._arena.rank, sequence) // 8
+        words[index + 1] = digest
         self._fence()
-        words[index] = descriptor.record  # last: it carries the sequence number that waiters look for
+        words[index] = record  # last: it carries the sequence number that waiters look for
 
     def expect(self, stream: Stream, peer: int, descriptor: Descriptor) -> None:
         words = self._arena.words64(self._arena.rank)
@@ -125,8 +128,13 @@ class HostSignals(Signals):
 
     def announce_abort(self, word: int) -> None:
         index = self._layout.abort_offset(self._arena.rank) // 4
+        _, sequence = AbortReason.decode(word)
+        record, digest = self._diagnosis.own_words(sequence)
         for peer in range(self._arena.tp_size):
             if peer != self._arena.rank:
+                if record:  # the comm thread may not have got round to it, and skips it now; peers want to name it
+                    self._publish(peer, sequence, record, digest)
+                    self._fence()
                 self._arena.words32(peer)[index] = word
 
     def release(self, pending: list[Descriptor]) -> None:

@@ -41,17 +41,20 @@ class Mailbox:
         self.peers = [(self.rank + offset) % group.size() for offset in range(1, group.size())]
         self._board = board
         self._words: dict[tuple[int, int], tuple[int, int]] = {}
+        self._incoming: dict[int, torch.Tensor] = {}
         self.diagnosis = Diagnosis(self.rank, group.size(), timeout_s, self._peer_words)
 
     def _peer_words(self, peer: int, sequence: int) -> tuple[int, int]:
         words = self._words.get((peer, sequence % DESCRIPTOR_RING), (0, 0))
+        if not sequence_matches(words[0], sequence) and peer in self._incoming:
+            words = _unpack(self._incoming[peer])  # arrived, but its turn to be waited for has not come
         if not sequence_matches(words[0], sequence):  # a peer that gave up sends no header any more
             words = self._board.look(peer)[1:]
         return words
 
     def send_headers(self, descriptor: Descriptor) -> list[Any]:
         """Start sending ``descriptor`` to every peer; wait for the returned works before leaving the operation."""
-        words = torch.tensor([descriptor.record - _SIGN, descriptor.digest - _SIGN], dtype=torch.int64)
+        words = _pack(descriptor.record, descriptor.digest)
         return [self.link.send(words, peer, _header_tag(descriptor)) for peer in self.peers]
 
     def compare_headers(self, descriptor: Descriptor) -> None:
@@ -60,15 +63,12 @@ class Mailbox:
         Raises:
             RankMismatchError: a header differs. PeerTimeoutError: one did not come.
         """
-        incoming = [torch.empty(2, dtype=torch.int64) for _ in self.peers]
-        works = [
-            self.link.receive(words, peer, _header_tag(descriptor))
-            for words, peer in zip(incoming, self.peers, strict=True)
-        ]
-        for work, words, peer in zip(works, incoming, self.peers, strict=True):
-            self.finish(work, peer, f"{descriptor.label} (T={descriptor.num_tokens}) to start it")
-            record, digest = (int(word) + _SIGN for word in words.tolist())
-            self._words[peer, descriptor.sequence % DESCRIPTOR_RING] = (record, digest)
+        incoming = {peer: torch.zeros(3, dtype=torch.int64) for peer in self.peers}
+        works = {peer: self.link.receive(incoming[peer], peer, _header_tag(descriptor)) for peer in self.peers}
+        self._incoming = incoming
+        for peer in self.peers:
+            self.finish(works[peer], peer, f"{descriptor.label} (T={descriptor.num_tokens}) to start it")
+            self._words[peer, descriptor.sequence % DESCRIPTOR_RING] = _unpack(incoming[peer])
         if self.diagnosis.differs(descriptor):
             raise self.diagnosis.mismatch(descriptor.sequence)
 
@@ -102,6 +102,17 @@ class Mailbox:
         """Tell the peers that this rank gave up, why, and what its operation was."""
         _, sequence = AbortReason.decode(word)
         self._board.announce(word, *self.diagnosis.own_words(sequence))
+
+
+def _pack(record: int, digest: int) -> torch.Tensor:
+    """A header: both words and their exclusive or, so that a header which is still arriving is not taken for one."""
+    return torch.tensor([word - _SIGN for word in (record, digest, record ^ digest)], dtype=torch.int64)
+
+
+def _unpack(header: torch.Tensor) -> tuple[int, int]:
+    """(record, digest); (0, 0) while it has not arrived as a whole."""
+    record, digest, check = (int(word) + _SIGN for word in header.tolist())
+    return (record, digest) if record ^ digest == check else (0, 0)
 
 
 def _header_tag(descriptor: Descriptor) -> int:

@@ -10,15 +10,14 @@ the bytes on each link are those of a ring, but no chunk waits for R - 2 hops (a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.tokens import TokenPartition
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):  # a tuple: a new T makes many, and frozen dataclasses are several times as slow to make
     """Rows [row_start, row_stop) of the [T, width] activation, moved from ``source`` to ``destination``.
 
     Attributes:
@@ -49,8 +48,7 @@ class Transfer:
         return self.num_rows * (self.col_stop - self.col_start)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one rank sends and receives in one step. Transfers without rows are left out on both sides."""
 
     index: int

@@ -1,6 +1,6 @@
 """THE METHODS: how an exchange and a GEMM task are joined on streams. One file a method; `registry` names them."""
 
-from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.context import OperationContext, possible_labels
 from tpoverlap.overlap.registry import (
     GATHER_METHODS,
     SCATTER_METHODS,
@@ -19,5 +19,6 @@ __all__ = [
     "gather_then_gemm",
     "gemm_then_scatter",
     "open_gather",
+    "possible_labels",
     "scatter_beside",
 ]

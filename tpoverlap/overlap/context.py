@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,12 +47,7 @@ class OperationContext:
 
     def label(self, direction: str) -> str:
         """What all ranks must agree on: name, direction, method and the options that change the slot's layout."""
-        detail = ""
-        if self.method == "pipeline":
-            detail = f"/{self.config.num_splits}"
-        elif self.method == "ring_exchange" and self.config.aggregate:
-            detail = "/aggregate"
-        return f"{self.name} {direction} {self.method}{detail}"
+        return _label(self.name, direction, self.method, self.config)
 
     def open_gather(self) -> Exchange:
         """Start an all-gather on this operation's region."""
@@ -74,3 +70,19 @@ class OperationContext:
         if self.channel is None or self.channel.device.type != "cuda":
             return nullcontext()
         return torch.cuda.nvtx.range(f"{self.label(direction)} T={self.partition.total}")
+
+
+def possible_labels(name: str, config: OverlapConfig) -> Iterator[str]:
+    """Every label that operations of ``name`` can have: how a peer's operation gets its name in an error."""
+    for direction in ("all-gather", "reduce-scatter"):
+        for method in ("ring_exchange", "pipeline", "bulk", "sequential"):
+            yield _label(name, direction, method, config)
+
+
+def _label(name: str, direction: str, method: str, config: OverlapConfig) -> str:
+    detail = ""
+    if method == "pipeline":
+        detail = f"/{config.num_splits}"
+    elif method == "ring_exchange" and config.aggregate:
+        detail = "/aggregate"
+    return f"{name} {direction} {method}{detail}"

@@ -66,7 +66,7 @@ def check_gemm_reduce_scatter(
     partitions: Sequence[TokenPartition] | None = None,
 ) -> dict[str, Any]:
     """Case 2, forward: own rows of the summed output, with and without bias, contiguous and not; repeated."""
-    comparison, high = Comparison(), setting.reference_dtype
+    comparison = Comparison()
     scale = setting.features**-0.5
     weights = [setting.draw(rank, (setting.hidden, setting.features), "weight", q, scale=scale) for q in range(size)]
     bias = setting.draw(rank, (setting.hidden,), "bias")
@@ -82,12 +82,10 @@ def check_gemm_reduce_scatter(
                 y_shard = gemm_reduce_scatter(x, weights[rank], layer, one_bias, **keywords)
                 again = gemm_reduce_scatter(x, weights[rank], layer, one_bias, **keywords)
             own = partition.rows(rank)
-            reference = plain.row_linear(
-                [plain.wide(x, high) for x in xs],
-                [plain.wide(weight, high) for weight in weights],
-                None if one_bias is None else plain.wide(one_bias, high),
-            )
-            twin = plain.row_linear(xs, weights, one_bias, rank)
+            biases = None if one_bias is None else [one_bias] * size
+            twin = plain.row_linear(xs, weights, biases, partition, plain.fuses_bias(method, size))
+            high = [plain.raised(values, setting.reference_dtype) for values in (xs, weights, biases)]
+            reference = plain.row_linear(*high, partition)
             comparison.close("y_shard", y_shard, twin[own], reference[own])
             comparison.same("y_shard of the same call again", again, y_shard)
         _ran_as(comparison, manager, "proj_fprop", method, 2 * len(turns))

@@ -93,10 +93,6 @@ class _Weights:
         # A row bias is replicated.
         self.biases = [setting.draw(rank, shape[:1], "bias", q if column else 0) for q in range(size)]
 
-    def raised(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same in the reference dtype."""
-        return [plain.wide(value, self.high) for value in values]
-
 
 def _check_column(
     comparison: Comparison, layer: Linear, partition: TokenPartition, turn: int, x_trains: bool, twins: _Weights
@@ -106,7 +102,7 @@ def _check_column(
     dys = [setting.draw(rank, (partition.total, setting.features), "dy", turn, q) for q in range(twins.size)]
     shard = (strided(x[own]) if turn % 3 == 1 else x[own].clone()).requires_grad_(x_trains)
     bias = None if layer.bias is None else layer.bias.detach()
-    x_high, weights_high, dys_high = plain.wide(x, twins.high), twins.raised(twins.weights), twins.raised(dys)
+    x_high, weights_high, dys_high = plain.wide(x, twins.high), plain.raised(twins.weights, twins.high), plain.raised(dys, twins.high)
     y = _forward(layer, shard, partition, turn)
     reference = plain.linear(x_high, weights_high[rank], None if bias is None else plain.wide(bias, twins.high))
     comparison.close("y", y, plain.linear(x, twins.weights[rank], bias), reference, roundings=1)
@@ -134,12 +130,13 @@ def _check_row(
     dy = setting.draw(rank, (partition.total, setting.hidden), "dy", turn)
     x = (strided(xs[rank]) if turn % 3 == 1 else xs[rank].clone()).requires_grad_(x_trains)
     bias = None if layer.bias is None else layer.bias.detach()
-    dy_high, weights_high = plain.wide(dy, twins.high), twins.raised(twins.weights)
+    dy_high, weights_high = plain.wide(dy, twins.high), plain.raised(twins.weights, twins.high)
     y = _forward(layer, x, partition, turn)
-    twin = plain.row_linear(xs, twins.weights, bias, rank)
-    reference = plain.row_linear(
-        twins.raised(xs), weights_high, None if bias is None else plain.wide(bias, twins.high), rank
-    )
+    biases = None if bias is None else [bias] * twins.size
+    method = layer.comm.fprop.config.method
+    twin = plain.row_linear(xs, twins.weights, biases, partition, plain.fuses_bias(method, twins.size))
+    high = [plain.raised(values, twins.high) for values in (xs, twins.weights, biases)]
+    reference = plain.row_linear(*high, partition)
     comparison.close("y_shard", y, twin[own], reference[own])
     if not _backward(comparison, y, dy[own], layer, x_trains):
         return

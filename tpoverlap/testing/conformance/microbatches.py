@@ -60,8 +60,8 @@ def check_microbatches_1f1b(
     comparison = Comparison()
     partitions = microbatch_partitions(setting, size)
     with setting.open_manager(rank, ub_cfgs=SCHEMES[scheme]) as manager:
-        stack, twin = Stack(manager, setting, recomputation), Twin(rank, size, setting, setting.dtype)
-        reference = Twin(rank, size, setting, setting.reference_dtype)
+        stack = Stack(manager, setting, recomputation)
+        twin, reference = (Twin(rank, size, setting, t, scheme) for t in (setting.dtype, setting.reference_dtype))
         stack.load(twin)
         inputs, outputs = {}, {}
         for phase, index in one_forward_one_backward(len(partitions), num_warmup):
@@ -76,16 +76,9 @@ def check_microbatches_1f1b(
                 outputs[index] = stack(inputs[index], partition if by_argument else None)
                 continue
             outputs[index].backward(dy[own])
-            results = []
-            for model in (twin, reference):
-                dtype = model.parameters["blocks.0.norm_weight"][0].dtype
-                full = x.to(dtype).requires_grad_()
-                y = model.forward(full)
-                y.backward(dy.to(dtype))
-                assert full.grad is not None, "x trains"
-                results.append((y.detach()[own], full.grad[own]))
-            comparison.close("y", outputs.pop(index), results[0][0], results[1][0])
-            comparison.close("dx", inputs.pop(index).grad, results[0][1], results[1][1])
+            (y, dx), (y_reference, dx_reference) = (model.train(x, dy, partition) for model in (twin, reference))
+            comparison.close("y", outputs.pop(index), y[own], y_reference[own])
+            comparison.close("dx", inputs.pop(index).grad, dx[own], dx_reference[own])
         _compare_parameters(comparison, stack, twin, reference)
         manager.check()
     return comparison.summary()
@@ -97,9 +90,7 @@ def _compare_parameters(comparison: Comparison, stack: Stack, twin: Twin, refere
     count = sync_replicated_grads(stack, manager.group)
     comparison.true(f"{count} replicated parameters", count == 2 * len(stack.blocks))
     for name, parameter in stack.named_parameters():
-        expected = twin.shard_of(name).grad, reference.shard_of(name).grad
-        assert expected[0] is not None and expected[1] is not None, name
-        comparison.close(f"d {name}", parameter.grad, expected[0], expected[1])
+        comparison.close(f"d {name}", parameter.grad, twin.grad_of(name), reference.grad_of(name))
 
 
 def check_forgotten_context(rank: int, size: int, setting: Setting) -> dict[str, Any]:
@@ -110,8 +101,8 @@ def check_forgotten_context(rank: int, size: int, setting: Setting) -> dict[str,
     comparison = Comparison(f"rank {rank}, no context_fn")
     first, later = (TokenPartition.balanced(t, size) for t in (3 * size, 5 * size))
     with setting.open_manager(rank) as manager:
-        stack, twin = Stack(manager, setting, "forgotten"), Twin(rank, size, setting, setting.dtype)
-        reference = Twin(rank, size, setting, setting.reference_dtype)
+        stack = Stack(manager, setting, "forgotten")
+        twin, reference = (Twin(rank, size, setting, dtype) for dtype in (setting.dtype, setting.reference_dtype))
         stack.load(twin)
         x = setting.draw(rank, (first.total, setting.hidden), "x")
         dy = setting.draw(rank, (first.total, setting.hidden), "dy")
@@ -128,8 +119,7 @@ def check_forgotten_context(rank: int, size: int, setting: Setting) -> dict[str,
             else:
                 comparison.true("no error, although the manager holds another T", lead == first)
         for model in (twin, reference):
-            dtype = model.parameters["blocks.0.norm_weight"][0].dtype
-            model.forward(x.to(dtype)).backward(dy.to(dtype))
+            model.train(x, dy, first)
         _compare_parameters(comparison, stack, twin, reference)
         manager.check()
     return comparison.summary()

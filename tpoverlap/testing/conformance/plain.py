@@ -7,8 +7,11 @@ Called in the tested dtype they round where the methods round: partial sums once
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
+
+from tpoverlap.tokens import TokenPartition
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -26,17 +29,54 @@ def rank_sum(partials: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def row_linear(
-    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], bias: torch.Tensor | None, own: int = 0
+    xs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None,
+    partition: TokenPartition,
+    fused_bias: bool = False,
 ) -> torch.Tensor:
-    """Sum over ranks q of xs[q] @ weights[q].T, plus the bias once (in the partial sum of rank ``own``).
+    """[T, N]: the sum over ranks q of xs[q] @ weights[q].T, plus the bias, once, in the owner's partial sum.
 
     Args:
         xs: [T, K] each. weights: [N, K] each.
+        biases: [N] each: what each owner of rows adds (equal numbers; several tensors, so that each has a gradient).
+        partition: whose rows are whose.
+        fused_bias: added before the partial sum is rounded (ring_exchange), not after it (pipeline, sequential).
     """
-    partials = [linear(x, weight, None) for x, weight in zip(xs, weights, strict=True)]
-    if bias is not None:
-        partials[own] = partials[own] + bias
-    return rank_sum(partials)
+    shards = []
+    for owner in range(partition.tp_size):
+        chunks = [x[partition.rows(owner)] for x in xs]
+        partials = [linear(chunk, weight, None) for chunk, weight in zip(chunks, weights, strict=True)]
+        if biases is not None:
+            if fused_bias:
+                partials[owner] = linear(chunks[owner], weights[owner], biases[owner])
+            else:
+                partials[owner] = partials[owner] + biases[owner]
+        shards.append(rank_sum(partials))
+    return torch.cat(shards)
+
+
+def fuses_bias(method: str, tp_size: int) -> bool:
+    """Whether ``method`` adds a row bias before it rounds."""
+    return tp_size > 1 and method in ("ring_exchange", "auto")
+
+
+class _FanOut(torch.autograd.Function):
+    """R references to one tensor, whose gradients are summed as `rank_sum` does, not as autograd would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        return tuple(x.clone() for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return rank_sum(grads), None
+
+
+def fan_out(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """``x`` for each of ``count`` column-parallel shards; the backward is their input gradient's reduce-scatter."""
+    copies: tuple[torch.Tensor, ...] = _FanOut.apply(x, count)
+    return copies
 
 
 def input_grad(output_grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -52,3 +92,12 @@ def weight_grad(output_grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def wide(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The same numbers in the reference dtype, without history."""
     return value.detach().to(dtype)
+
+
+@overload
+def raised(values: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]: ...
+@overload
+def raised(values: None, dtype: torch.dtype) -> None: ...
+def raised(values: Sequence[torch.Tensor] | None, dtype: torch.dtype) -> list[torch.Tensor] | None:
+    """`wide` of each; None stays None."""
+    return None if values is None else [wide(value, dtype) for value in values]

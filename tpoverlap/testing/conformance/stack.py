@@ -35,6 +35,8 @@ SCHEMES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 NUM_BLOCKS = 2
+REPLICATED = ("norm_weight", "row.bias")
+"""Ends of the names of parameters that every rank holds whole."""
 _EPSILON = 1e-5
 
 
@@ -113,48 +115,81 @@ class Stack(torch.nn.Module):
 class Twin:
     """The same model on one rank, from the shards of all ranks, by ``torch.autograd``.
 
+    Replicated parameters are one leaf a rank, each for that rank's rows, as in the real thing.
+
     Args:
         dtype: the tested one for the twin, the reference one for the reference.
+        scheme: which of ``SCHEMES`` the model runs under.
     """
 
-    def __init__(self, rank: int, size: int, setting: Setting, dtype: torch.dtype, num_blocks: int = NUM_BLOCKS) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        setting: Setting,
+        dtype: torch.dtype,
+        scheme: str = "default",
+        num_blocks: int = NUM_BLOCKS,
+    ) -> None:
+        self.rank, self.size, self.dtype, self.num_blocks = rank, size, dtype, num_blocks
+        method = str(SCHEMES[scheme].get("fc2_fprop", {}).get("method", "ring_exchange"))
+        self.fused_bias = plain.fuses_bias(method, size)
         hidden, features = setting.hidden, setting.features
 
-        def parameter(shape: Sequence[int], *key: object, scale: float = 1.0) -> torch.Tensor:
-            return setting.draw(rank, shape, "stack", *key, scale=scale).to(dtype)
+        def shards(block: int, name: str, *shape: int, replicated: bool = False) -> list[torch.Tensor]:
+            scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.3
+            drawn = [
+                setting.draw(rank, shape, block, name, 0 if replicated else q, scale=scale).to(dtype)
+                for q in range(size)
+            ]
+            return [(shard + 1 if name == "norm_weight" else shard).requires_grad_() for shard in drawn]
 
         self.parameters: dict[str, list[torch.Tensor]] = {}
         for i in range(num_blocks):
-            columns = [parameter((features, hidden), i, "c", q, scale=hidden**-0.5) for q in range(size)]
-            rows = [parameter((hidden, features), i, "r", q, scale=(features * size) ** -0.5) for q in range(size)]
-            self.parameters[f"blocks.{i}.norm_weight"] = [parameter((hidden,), i, "n", scale=0.1) + 1]
-            self.parameters[f"blocks.{i}.column.weight"] = columns
-            self.parameters[f"blocks.{i}.column.bias"] = [parameter((features,), i, "cb", q) for q in range(size)]
-            self.parameters[f"blocks.{i}.row.weight"] = rows
-            self.parameters[f"blocks.{i}.row.bias"] = [parameter((hidden,), i, "rb")]
-        self.num_blocks = num_blocks
-        for shards in self.parameters.values():
-            for shard in shards:
-                shard.requires_grad_()
+            self.parameters |= {
+                f"blocks.{i}.norm_weight": shards(i, "norm_weight", hidden, replicated=True),
+                f"blocks.{i}.column.weight": shards(i, "column.weight", features, hidden),
+                f"blocks.{i}.column.bias": shards(i, "column.bias", features),
+                f"blocks.{i}.row.weight": shards(i, "row.weight", hidden, features),
+                f"blocks.{i}.row.bias": shards(i, "row.bias", hidden, replicated=True),
+            }
 
     def shard_of(self, name: str, first_block: int = 0) -> torch.Tensor:
         """This rank's shard of a parameter of a `Stack` that starts with block ``first_block``."""
-        _, index, rest = name.split(".", 2)
-        shards = self.parameters[f"blocks.{int(index) + first_block}.{rest}"]
-        return shards[self.rank] if len(shards) > 1 else shards[0]
+        return self.parameters[_shifted(name, first_block)][self.rank]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def grad_of(self, name: str, first_block: int = 0) -> torch.Tensor:
+        """Its gradient; of a replicated parameter, the sum over ranks."""
+        shards = self.parameters[_shifted(name, first_block)]
+        grads = [torch.zeros_like(shard) if shard.grad is None else shard.grad for shard in shards]
+        return plain.rank_sum(grads) if name.endswith(REPLICATED) else grads[self.rank]
+
+    def forward(self, x: torch.Tensor, partition: TokenPartition) -> torch.Tensor:
         """[T, H] -> [T, H]."""
         for i in range(self.num_blocks):
-            get = functools.partial(self._get, i)
-            normed = rms_norm(x, get("norm_weight")[0])
+            norm_weights, columns, column_biases, rows, row_biases = (
+                self.parameters[f"blocks.{i}.{name}"]
+                for name in ("norm_weight", "column.weight", "column.bias", "row.weight", "row.bias")
+            )
+            normed = torch.cat([rms_norm(x[partition.rows(q)], weight) for q, weight in enumerate(norm_weights)])
             inner = [
-                gelu(plain.linear(normed, weight, bias))
-                for weight, bias in zip(get("column.weight"), get("column.bias"), strict=True)
+                gelu(plain.linear(copy, weight, bias))
+                for copy, weight, bias in zip(plain.fan_out(normed, self.size), columns, column_biases, strict=True)
             ]
-            x = x + plain.row_linear(inner, get("row.weight"), get("row.bias")[0])
+            x = x + plain.row_linear(inner, rows, row_biases, partition, self.fused_bias)
         return x
 
-    def _get(self, block: int, name: str) -> list[torch.Tensor]:
-        return self.parameters[f"blocks.{block}.{name}"]
+    def train(
+        self, x: torch.Tensor, dy: torch.Tensor, partition: TokenPartition
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of one microbatch: (y, dx), [T, H] each; gradients add up in the parameters."""
+        x = plain.wide(x, self.dtype).clone().requires_grad_()
+        y = self.forward(x, partition)
+        y.backward(dy.to(self.dtype))
+        assert x.grad is not None, "x trains"
+        return y.detach(), x.grad
+
+
+def _shifted(name: str, first_block: int) -> str:
+    _, index, rest = name.split(".", 2)
+    return f"blocks.{int(index) + first_block}.{rest}"
