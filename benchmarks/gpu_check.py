@@ -23,6 +23,7 @@ from rich.table import Table
 from benchmarks import cuda_faults, host, methods
 from benchmarks.environment import environment
 from tpoverlap.testing import RankPool, conformance, run_ranks
+from tpoverlap.testing.conformance.gemms import check_bulk
 
 console = Console(width=110)
 Row = dict[str, Any]
@@ -55,47 +56,28 @@ class Report:
         return [row["check"] for row in self.rows if row["status"] != "ok"]
 
 
+def _setting(dtype: torch.dtype) -> conformance.Setting:
+    return conformance.Setting(device="cuda", dtype=dtype, capacity=520, hidden=256, features=192)
+
+
 def _numbers(report: Report, world_size: int, dtype: torch.dtype, quick: bool) -> None:
-    setting = conformance.Setting(device="cuda", dtype=dtype, capacity=520, hidden=256, features=192)
-    gathers: list[tuple[str, dict[str, Any]]] = [
-        ("ring_exchange", {}),
-        ("ring_exchange", {"aggregate": True}),
-        ("sequential", {}),
-    ]
-    scatters: list[tuple[str, dict[str, Any]]] = [("ring_exchange", {}), ("sequential", {})]
-    scatters += [("pipeline", {"num_splits": n}) for n in ((4,) if quick else (1, 2, 4, 7))]
+    """CONFORMANCE.md's cases, as the CPU tests run them."""
+    cases = conformance.all_cases(_setting(dtype), world_size)
     label = f"R={world_size} {str(dtype).removeprefix('torch.')}"
     with RankPool(world_size, device="cuda") as pool:
-
-        def run(name: str, function: Callable[..., Any], *arguments: Any) -> None:
-            report.check(f"{label} {name}", lambda: pool.run(function, setting, *arguments, timeout_s=120)[0])
-
-        for method, options in gathers:
-            run(f"AG {method} {options or ''}", conformance.check_all_gather_gemm, method, options)
-        for method, options in scatters:
-            run(f"RS {method} {options or ''}", conformance.check_gemm_reduce_scatter, method, options)
-        for method in ("bulk", "sequential"):
-            run(f"beside a GEMM: {method}", conformance.check_bulk, method)
-        for mode in ("bulk", "dgrad_ring", "dgrad_pipeline"):
-            run(f"Linear column {mode}", conformance.check_linear, "column", mode, 1)
-            run(f"two weights, one gather, {mode}", conformance.check_shared_gather, mode)
-        for mode in ("ring", "pipeline"):
-            run(f"Linear row {mode}", conformance.check_linear, "row", mode, 1)
-        for recomputation in ("none",) if quick else ("none", "full", "selective"):
-            run(
-                f"1F1B, recomputation {recomputation}", conformance.check_microbatches_1f1b, 2, recomputation
-            )
+        for case in cases[:: 5 if quick else 1]:
+            report.check(f"{label} {case.id}", lambda case=case: pool.run(case.check, *case.args, timeout_s=120)[0])
 
 
 def _queues(report: Report, quick: bool) -> None:
     """Case 3 and the error paths under one, eight and the default number of hardware queues."""
-    setting = conformance.Setting(device="cuda", dtype=torch.bfloat16, capacity=520, hidden=256, features=192)
+    setting = _setting(torch.bfloat16)
     for queues in ("1",) if quick else (None, "1", "8"):
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
         report.check(
             f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: bulk",
             lambda env=env: run_ranks(
-                conformance.check_bulk, 2, setting, "bulk", device="cuda", env=env, timeout_s=120
+                check_bulk, 2, setting, "bulk", device="cuda", env=env, timeout_s=120
             )[0],
         )
         for scenario, error in cuda_faults.EXPECTED.items():

@@ -36,7 +36,9 @@ def set_shape_cost(rank: int, size: int, turns: int) -> dict[str, float]:
             "scope": scope,
             "set for one name": lambda num_tokens: manager.get("qkv_fprop").set_buffer_active_shape(num_tokens),
             "set counts": lambda num_tokens: manager.set_active_shape(
-                partition=TokenPartition.from_counts([num_tokens // size + (r < num_tokens % size) for r in range(size)])
+                partition=TokenPartition.from_counts(
+                    [num_tokens // size + (r < num_tokens % size) for r in range(size)]
+                )
             ),
         }
         times: dict[str, list[float]] = {name: [] for name in calls}

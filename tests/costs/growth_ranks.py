@@ -27,7 +27,7 @@ def _holdings(manager: tpo.UserBufferManager) -> dict[str, Any]:
         "descriptors": process.num_fds(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "kernel_threads": process.num_threads(),
-        "tensors": sum(isinstance(each, torch.Tensor) for each in gc.get_objects()),
+        "tensors": sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
         "shared_files": [name for name in os.listdir("/dev/shm") if name.startswith(f"tpoverlap-{process.pid}")],
         "mappings": len(mapped),
         "mapped_bytes": sum(each.size for each in mapped),

@@ -15,7 +15,7 @@ RSS_BOUND_BYTES = 8 << 20
 
 @pytest.mark.parametrize(("backend", "steps"), [("shared", 1000), ("process_group", 200)])
 def test_nothing_grows(rank_pool: Callable[[int], RankPool], backend: str, steps: int) -> None:
-    for rank, result in enumerate(rank_pool(2).run(growth_ranks.microbatches, backend, steps, 100, timeout_s=100.0)):
+    for rank, result in enumerate(rank_pool(2).run(growth_ranks.microbatches, backend, steps, 200, timeout_s=110.0)):
         before, after = dict(result["before"]), dict(result["after"])
         assert result["different"] > steps // 3, "T has to change"
         growth = after.pop("rss_bytes") - before.pop("rss_bytes")

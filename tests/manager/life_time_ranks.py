@@ -66,7 +66,9 @@ def after_the_end(rank: int, size: int, how: str) -> dict[str, Outcome]:
         "Linear.forward": lambda: linear(shard),
         "backward": lambda: y.sum().backward(),
     }
-    methods = {name for name in dir(manager) if not name.startswith("_") and callable(getattr(type(manager), name, None))}
+    methods = {
+        name for name in dir(manager) if not name.startswith("_") and callable(getattr(type(manager), name, None))
+    }
     assert methods - set(HARMLESS) <= set(calls), f"not tried: {methods - set(HARMLESS) - set(calls)}"
     return {name: outcome_of(call) for name, call in calls.items()}
 

@@ -132,7 +132,9 @@ SHAPE_MISUSES: dict[str, Misuse] = {
         lambda mgr: TokenPartition.from_counts([3, 4], total=9), "ActiveShapeError", ("[3, 4]", "sum to 7", "T=9")
     ),
     "negative count": Misuse(
-        lambda mgr: mgr.set_active_shape(None, TokenPartition.from_counts([-1, 4])), "ActiveShapeError", ("-1", "rank 0")
+        lambda mgr: mgr.set_active_shape(None, TokenPartition.from_counts([-1, 4])),
+        "ActiveShapeError",
+        ("-1", "rank 0"),
     ),
     "another number of ranks": Misuse(
         _set(None, TokenPartition((1, 2, 3, 4, 5))), "ActiveShapeError", ("5 counts [1, 2, 3, 4, 5]", "ranks")
@@ -141,7 +143,9 @@ SHAPE_MISUSES: dict[str, Misuse] = {
         _set(None, [3, 4]), "ActiveShapeError", ("must be a TokenPartition", "list", "TokenPartition.from_counts")
     ),
     "two partitions": Misuse(
-        lambda mgr: mgr.set_active_shape(TokenPartition.balanced(4, mgr.tp_size), TokenPartition.balanced(5, mgr.tp_size)),
+        lambda mgr: mgr.set_active_shape(
+            TokenPartition.balanced(4, mgr.tp_size), TokenPartition.balanced(5, mgr.tp_size)
+        ),
         "ActiveShapeError",
         ("two different partitions",),
     ),

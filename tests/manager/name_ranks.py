@@ -38,10 +38,8 @@ def register(rank: int, size: int, backend: str) -> dict[str, Any]:
             partition = TokenPartition.balanced(num_tokens, size)
             assert_right(manager, partition, layer, None, width, by_call=True, backward=True)
         for layer in ("narrow", "wide"):
-            assert_right(
-                manager, TokenPartition.balanced(7, size), None, layer, manager.get(f"{layer}_fprop").width, by_call=True,
-                backward=True,
-            )  # fmt: skip
+            width = manager.get(f"{layer}_fprop").width
+            assert_right(manager, TokenPartition.balanced(7, size), None, layer, width, by_call=True, backward=True)
         assert_right(
             manager, TokenPartition((CAPACITY,) + (0,) * (size - 1)), "one_sided", None, by_call=True, backward=True
         )

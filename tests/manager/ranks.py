@@ -22,7 +22,9 @@ Outcome = tuple[list[str], str] | None
 def make_manager(**options: Any) -> tpo.UserBufferManager:
     """Capacity (24, 16) in float32. The time-out is well below the pool's: a wait in vain is an error, not a hang."""
     return tpo.UserBufferManager(
-        None, options.pop("capacity_shape", (CAPACITY, WIDTH)), **({"dtype": torch.float32, "timeout_s": 20.0} | options)
+        None,
+        options.pop("capacity_shape", (CAPACITY, WIDTH)),
+        **({"dtype": torch.float32, "timeout_s": 20.0} | options),
     )
 
 

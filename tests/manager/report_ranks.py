@@ -90,8 +90,6 @@ def reported(rank: int, size: int, backend: str) -> dict[str, Any]:
                 max_rows_per_rank=options.get("max_rows_per_rank"),
             )
             before = manager.memory_report()
-            manager.get("proj_fprop").copy_into_buffer(
-                seeded(*manager.capacity_shape, seed=0, dtype=manager.dtype)
-            )
+            manager.get("proj_fprop").copy_into_buffer(seeded(*manager.capacity_shape, seed=0, dtype=manager.dtype))
             reports[name] = {"report": before, "estimate": estimate, "after": manager.memory_report()}
     return reports

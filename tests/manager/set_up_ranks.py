@@ -65,7 +65,7 @@ def good_groups(rank: int, size: int) -> None:
 
 
 def registrations(rank: int, size: int, offender: int | None) -> dict[str, Outcome]:
-    """Illegal register() calls, on one rank (the others do it right) or on all; nothing is registered by any of them."""
+    """Illegal register() calls, on one rank (the others do it right) or on all; none registers anything."""
     cases = {
         "no width": ("vision", {"width": 0}),
         "width is a fraction": ("vision", {"width": 2.5}),

@@ -60,7 +60,9 @@ BAD_SET_UPS: dict[str, BadSetUp] = {
     "capacity: fraction": _bad("ActiveShapeError", ("integers", "(24.0, 16)"), capacity_shape=(24.0, WIDTH)),
     "capacity: a number": _bad("ActiveShapeError", ("(C, H)", "24"), capacity_shape=24),
     "capacity: a mask": _bad("ActiveShapeError", ("integers", "True"), capacity_shape=(True, WIDTH)),
-    "dtype": _bad("ConfigError", ("torch.float64", "torch.bfloat16, torch.float16, torch.float32"), dtype=torch.float64),
+    "dtype": _bad(
+        "ConfigError", ("torch.float64", "torch.bfloat16, torch.float16, torch.float32"), dtype=torch.float64
+    ),
     "dtype: its name": _bad("ConfigError", ("'float32'", "torch.float32"), dtype="float32"),
     "device: meta": _bad("ConfigError", ("meta", "cpu or cuda"), device="meta"),
     "device: no such": _bad("ConfigError", ("'abacus'", "cpu or cuda"), device="abacus"),
@@ -95,9 +97,7 @@ BAD_SET_UPS: dict[str, BadSetUp] = {
     "config: both gradients": _config(
         ("qkv_wgrad is set", "qkv_dgrad"), qkv_dgrad={"method": "ring_exchange"}, qkv_wgrad={"method": "bulk"}
     ),
-    "config: direction": _config(
-        ("qkv_fprop.is_reduce_scatter", "all-gather"), qkv_fprop={"is_reduce_scatter": True}
-    ),
+    "config: direction": _config(("qkv_fprop.is_reduce_scatter", "all-gather"), qkv_fprop={"is_reduce_scatter": True}),
     "config: fused": _config(("'fused' is not supported", "ring_exchange"), qkv_fprop={"method": "fused"}),
     "config: atomic_gemm": _config(("atomic_gemm", "supported now", "false"), qkv_fprop={"atomic_gemm": True}),
     "config: no copy engine": _config(("use_ce", "supported now", "true"), qkv_fprop={"use_ce": False}),

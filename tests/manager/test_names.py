@@ -19,7 +19,16 @@ def test_register(rank_pool: Pools, backend: str, size: int) -> None:
     for result in rank_pool(size).run(name_ranks.register, backend, timeout_s=60.0):
         # narrow and short names share; wide, long and one-sided ones get an arena each; lm_head shares
         assert result["allocations"] == [0, 0, 1, 2, 3, 3]
-        assert result["regions"] == ["ag", "ag-long", "ag-one_sided", "ag-wide", "rs", "rs-long", "rs-one_sided", "rs-wide"]
+        assert result["regions"] == [
+            "ag",
+            "ag-long",
+            "ag-one_sided",
+            "ag-wide",
+            "rs",
+            "rs-long",
+            "rs-one_sided",
+            "rs-wide",
+        ]
         assert result["capacity"] is not None and result["capacity"][0][0] == "CapacityError"
         assert "narrow_fprop" in result["capacity"][1]
         assert result["wrong width"] is not None and result["wrong width"][0][0] == "ActiveShapeError"

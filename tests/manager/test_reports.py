@@ -87,7 +87,9 @@ def test_memory_estimate_alone() -> None:
     assert tpo.memory_estimate((24, 16), 1)["symmetric_bytes"] == 0
     small = tpo.memory_estimate((24, 16), 2, dtype=torch.float32)
     assert small["regions"] == {"ag": 2 * 24 * 16 * 4, "rs": 2 * 12 * 16 * 4}
-    assert tpo.memory_estimate((24, 16), 2, dtype=torch.float32, max_rows_per_rank=24)["regions"]["rs"] == 2 * 24 * 16 * 4
+    assert (
+        tpo.memory_estimate((24, 16), 2, dtype=torch.float32, max_rows_per_rank=24)["regions"]["rs"] == 2 * 24 * 16 * 4
+    )
     # 64-bit arithmetic: above 2**31 elements, and nothing is allocated
     large = tpo.memory_estimate((1 << 20, 1 << 14), 2)
     assert large["regions"]["ag"] == 2 << 35

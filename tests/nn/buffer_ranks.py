@@ -20,7 +20,7 @@ def overwrite(manager: tpo.UserBufferManager) -> None:
 
 
 def gather_from_the_buffer(rank: int, size: int, method: str) -> None:
-    """x lies in the slot (``get_buffer(local_chunk=True)``): no copy, right y, and right gradients after overwriting."""
+    """x lies in the slot (``get_buffer(local_chunk=True)``): right y, and right gradients after overwriting."""
     with make_manager(ub_cfgs={"qkv_fprop": {"method": method}}) as manager:
         partition = TokenPartition.balanced(2 * size + 1, size)
         manager.set_active_shape(partition)
@@ -50,7 +50,9 @@ def view_of_gathered(rank: int, size: int) -> None:
         assert view.data_ptr() != comm.get_buffer().data_ptr(), "the next operation has the other slot"
         manager.set_active_shape(CAPACITY)
         tpo.all_gather_gemm(
-            seeded(CAPACITY, WIDTH, seed=6)[TokenPartition.balanced(CAPACITY, size).rows(rank)], weight, manager.layer("qkv")
+            seeded(CAPACITY, WIDTH, seed=6)[TokenPartition.balanced(CAPACITY, size).rows(rank)],
+            weight,
+            manager.layer("qkv"),
         )
         torch.testing.assert_close(view, whole, rtol=0, atol=0)
 
@@ -75,14 +77,22 @@ Use = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _scatter(
-    manager: tpo.UserBufferManager, partition: TokenPartition, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor
+    manager: tpo.UserBufferManager,
+    partition: TokenPartition,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    whole: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     y = tpo.gemm_reduce_scatter(x, weight, manager.layer("proj"))
     return y.sum(), whole.sum(0).expand(WIDTH, WIDTH)
 
 
 def _beside_gather(
-    manager: tpo.UserBufferManager, partition: TokenPartition, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor
+    manager: tpo.UserBufferManager,
+    partition: TokenPartition,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    whole: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shard = whole[partition.rows(manager.rank)]
     _, product = tpo.bulk_all_gather(shard, manager.get("qkv_dgrad"), gemm=(x, weight))
@@ -90,7 +100,11 @@ def _beside_gather(
 
 
 def _beside_scatter(
-    manager: tpo.UserBufferManager, partition: TokenPartition, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor
+    manager: tpo.UserBufferManager,
+    partition: TokenPartition,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    whole: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, product = tpo.bulk_reduce_scatter(whole, manager.get("qkv_wgrad"), gemm=(x, weight))
     return product.sum(), whole.sum(0).expand(WIDTH, WIDTH)

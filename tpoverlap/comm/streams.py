@@ -20,6 +20,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -138,7 +139,8 @@ class HostStream(Stream):
 
     def run(self, work: Work) -> None:
         assert self._thread is not None, f"stream {self.label} used after close"
-        self._queue.put(work)
+        # Thread-local too, and without it the worker may not write what the caller allocated in inference mode.
+        self._queue.put(partial(_run_in_inference_mode, work) if torch.is_inference_mode_enabled() else work)
 
     def enqueue(self, work: Work) -> None:
         self.run(work)
@@ -162,6 +164,11 @@ class HostStream(Stream):
             self._queue.put(None)
             if thread is not threading.current_thread():
                 thread.join(timeout=10.0)
+
+
+def _run_in_inference_mode(work: Work) -> None:
+    with torch.inference_mode():
+        work()
 
 
 def _drain(work_queue: queue.SimpleQueue[Work | HostEvent | None], fault: Fault) -> None:

@@ -6,9 +6,18 @@ OmegaConf is imported only where such a text occurs or an OmegaConf object is pa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tpoverlap.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An interpolation that does not resolve: keys from the section to its value, and OmegaConf's reason."""
+
+    path: tuple[Any, ...]
+    reason: str
 
 
 def is_omegaconf(value: Any) -> bool:
@@ -30,48 +39,81 @@ def unresolved(root: Any) -> Mapping[Any, Any]:
     return plain
 
 
-def interpolate(root: Any, where: tuple[Any, ...], values: Mapping[Any, Any], origin: str) -> dict[Any, Any]:
-    """``values``, which stand at ``where`` below ``root``, with every interpolation in them replaced by its value.
+def interpolate(
+    root: Any, where: tuple[Any, ...], values: Mapping[Any, Any]
+) -> tuple[dict[Any, Any], tuple[Failure, ...]]:
+    """``values``, which stand at ``where`` below ``root``, with the interpolations in them replaced by their values.
+
+    What does not resolve is left out and reported, so that the rest can still be looked at.
 
     Raises:
-        ConfigError: OmegaConf is not installed, or an interpolation does not resolve.
+        ConfigError: OmegaConf is not installed.
     """
-    open_keys = [key for key, value in values.items() if _has_interpolation(value, set())]
+    open_keys = [key for key, value in values.items() if is_open(value)]
     if not open_keys:
-        return dict(values)
+        return dict(values), ()
     try:
         from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
         raise ConfigError(
-            f"{origin} holds interpolations such as ${{oc.env:NAME}}, which need OmegaConf; "
+            "the configuration holds interpolations such as ${oc.env:NAME}, which need OmegaConf; "
             "install it: pip install omegaconf"
         ) from error
-    problems = (OmegaConfBaseException, ValueError, TypeError, KeyError, RecursionError)
     resolved = dict(values)
     try:
-        try:
-            node = root if is_omegaconf(root) else OmegaConf.create(root)
-            for key in where:
-                node = node[key]
-        except problems:
-            # Something else in the document is nothing that OmegaConf reads. What refers to it fails below, by name.
-            node = OmegaConf.create(dict(values))
-        for key in open_keys:
-            value = node[key]
-            resolved[key] = OmegaConf.to_container(value, resolve=True) if is_omegaconf(value) else value
-    except problems as error:
-        reason = str(error).partition("\n")[0]
-        place = getattr(error, "full_key", None)
-        raise ConfigError(
-            f"{origin}: an interpolation{f' at {place}' if place else ''} does not resolve: {reason}; "
-            "set the variable, or write the value"
-        ) from error
-    return resolved
+        node = root if is_omegaconf(root) else OmegaConf.create(root)
+        for key in where:
+            node = node[key]
+    except Exception:
+        # Something else in the document is nothing that OmegaConf reads. What refers to it fails below, by name.
+        node = None
+    failures: list[Failure] = []
+    for key in open_keys:
+        value = values[key]
+        if isinstance(value, Mapping):
+            resolved[key] = {name: child for name, child in value.items() if not is_open(child)}
+            paths = [(key, name) for name in value if name not in resolved[key]]
+        else:
+            del resolved[key]
+            paths = [(key,)]
+        for path in paths:
+            try:
+                plain = _resolve(node, values, path)
+            except Exception as error:  # a resolver is anybody's code and may raise anything
+                failures.append(Failure(path, str(error).partition("\n")[0][:300] or type(error).__name__))
+                continue
+            if len(path) == 1:
+                resolved[key] = plain
+            else:
+                resolved[key][path[1]] = plain
+    ordered = {key: _in_order(values[key], resolved[key]) for key in values if key in resolved}
+    return ordered, tuple(failures)
+
+
+def _resolve(node: Any, values: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+    """The value at ``path`` below ``node``; without a node, of ``values`` read alone."""
+    from omegaconf import OmegaConf
+
+    value = OmegaConf.create({path[0]: values[path[0]]}) if node is None else node
+    for key in path:
+        value = value[key]
+    return OmegaConf.to_container(value, resolve=True) if is_omegaconf(value) else value
+
+
+def _in_order(before: Any, after: Any) -> Any:
+    """``after`` with its keys as they stood in ``before``."""
+    if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
+        return after
+    return {key: after[key] for key in before if key in after}
+
+
+def is_open(value: Any) -> bool:
+    """Whether a string anywhere in ``value`` holds an interpolation."""
+    return _has_interpolation(value, set())
 
 
 def _has_interpolation(value: Any, seen: set[int]) -> bool:
-    """Whether a string anywhere in ``value`` holds ``${``; ``seen`` stops at containers that hold themselves."""
+    """``seen`` stops at containers that hold themselves."""
     if isinstance(value, str):
         return "${" in value
     if id(value) in seen or not isinstance(value, (Mapping, list)):

@@ -10,8 +10,9 @@ from typing import Any, Final, Literal
 from tpoverlap.config.defaults import transformer_engine_config
 from tpoverlap.config.honoured import is_honoured, why_ignored
 from tpoverlap.config.names import KNOWN_NAMES, nearest, nearest_name, sibling
-from tpoverlap.config.notes import Level, Note
+from tpoverlap.config.notes import Level, Note, Target
 from tpoverlap.config.options import METHODS, OPTION_KEYS, OPTION_KINDS, OverlapConfig
+from tpoverlap.config.surroundings import Surroundings
 
 SUPPORTED: Final = frozenset({"ring_exchange", "pipeline", "bulk", "sequential", "auto"})
 """What this release can run. A later one adds "fused", "atomic_gemm", "sm_copy" (``use_ce: false``) and "fp8"."""
@@ -25,7 +26,8 @@ class Case:
     """What one rule looks at: a top-level key and what stands under it, or (name "") the whole configuration.
 
     ``given`` is as written; ``config`` has the defaults filled in (stage "config" only); ``entries`` are the configs
-    of all written names.
+    of all written names, ``written`` what was written for them. ``surroundings``: what else the file says, its name
+    included; empty where no file is looked at.
     """
 
     name: Any
@@ -35,6 +37,8 @@ class Case:
     entries: Mapping[str, OverlapConfig] = field(default_factory=dict)
     supported: frozenset[str] = SUPPORTED
     fp8: bool = False
+    written: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
     @property
     def resolved(self) -> OverlapConfig:
@@ -47,10 +51,23 @@ class Case:
         """The configured method; only for rules of stage "config"."""
         return self.resolved.method
 
+    @property
+    def te(self) -> OverlapConfig | None:
+        """What Transformer Engine makes of the same options; None for a name that it does not have."""
+        return transformer_engine_config(self.name, self.given, self.tp_size) if self.name in KNOWN_NAMES else None
+
+    @property
+    def tp_known(self) -> bool:
+        """Whether ``tp_size`` was said by anybody, or only assumed to be able to check a file at all."""
+        return not self.surroundings.tp_assumed
+
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table. ``keys`` yields the offending keys of a case, "" for the entry as a whole."""
+    """One row of the table. ``keys`` yields the offending keys of a case, "" for the entry as a whole.
+
+    ``target`` may depend on the case. ``words`` and ``line`` are for findings about what stands outside an entry.
+    """
 
     id: str
     stage: Stage
@@ -59,15 +76,32 @@ class Rule:
     message: str
     remedy: str
     source: str
+    target: Target | Callable[[Case, Any], Target] = "both"
+    words: Callable[[Case, Any], Mapping[str, Any]] = lambda case, key: {}
+    line: Callable[[Case, Any], int] = lambda case, key: 0
 
     def findings(self, case: Case) -> list[Note]:
         """What this rule says about ``case``; empty where it is content."""
         notes = []
         for key in self.keys(case):
-            words = _words(case, key)
+            words = {**_words(case, key), **self.words(case, key)}
             texts = self.message.format_map(words), self.remedy.format_map(words).strip()
-            notes.append(Note(self.level, self.id, str(case.name), str(key), *texts))
+            target = self.target(case, key) if callable(self.target) else self.target
+            name, line = _plain_text(case.name), self.line(case, key)
+            notes.append(Note(self.level, self.id, name, _plain_text(key), *texts, target=target, line=line))
         return notes
+
+
+def show(value: Any) -> str:
+    """``value`` for a message, shortened. A number of 5,000 digits has no repr in Python, so it is described."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} too long to print"
+
+
+def _plain_text(value: Any) -> str:
+    return value if isinstance(value, str) else show(value)
 
 
 def whole(predicate: Callable[[Case], bool], key: str = "") -> Callable[[Case], Iterable[str]]:
@@ -89,14 +123,14 @@ def _words(case: Case, key: Any) -> dict[str, Any]:
     given = case.given if isinstance(case.given, Mapping) else {}
     value = given.get(key)
     words = {
-        "name": case.name[:80] if isinstance(case.name, str) else case.name,
-        "key": key[:80] if isinstance(key, str) else reprlib.repr(key),
-        "value": reprlib.repr(value),
-        "given": reprlib.repr(case.given),
+        "name": case.name[:80] if isinstance(case.name, str) else show(case.name),
+        "key": key[:80] if isinstance(key, str) else show(key),
+        "value": show(value),
+        "given": show(case.given),
         "tp_size": case.tp_size,
         "kind": OPTION_KINDS[key].value if key in OPTION_KINDS else "",
-        "did_you_mean_key": _did_you_mean(nearest(str(key), OPTION_KEYS)),
-        "did_you_mean_method": _did_you_mean(nearest(str(value), METHODS)),
+        "did_you_mean_key": _did_you_mean(nearest(_plain_text(key), OPTION_KEYS)),
+        "did_you_mean_method": _did_you_mean(nearest(_plain_text(value), METHODS)),
         "did_you_mean_name": _did_you_mean(nearest_name(case.name) if isinstance(case.name, str) else None),
         "legal_keys": ", ".join(OPTION_KEYS),
         "legal_methods": ", ".join(METHODS),
@@ -116,7 +150,7 @@ def _words(case: Case, key: Any) -> dict[str, Any]:
             "te_differences": ", ".join(te_differences(case)),
         }
     if key in OPTION_KINDS:
-        words["used"] = reprlib.repr(getattr(case.config, key))
+        words["used"] = show(getattr(case.config, key))
         words["because"] = "" if is_honoured(case.config, key, case.fp8) else why_ignored(case.config, key)
     return words
 

@@ -22,7 +22,13 @@ class Comparison:
         self._worst: dict[str, tuple[float, float]] = {}
 
     def close(
-        self, what: str, actual: torch.Tensor | None, twin: torch.Tensor, reference: torch.Tensor, *, roundings: int = 2
+        self,
+        what: str,
+        actual: torch.Tensor | None,
+        twin: torch.Tensor,
+        reference: torch.Tensor,
+        *,
+        roundings: int = 2,
     ) -> None:
         """``actual`` is as near the reference as the twin; element by element too if it was rounded only once.
 

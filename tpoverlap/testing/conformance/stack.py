@@ -189,6 +189,19 @@ class Twin:
         assert x.grad is not None, "x trains"
         return y.detach(), x.grad
 
+    def step(self, learning_rate: float) -> None:
+        """SGD on what `train` summed up, then no gradients."""
+        with torch.no_grad():
+            for name, shards in self.parameters.items():
+                summed = self.grad_of(name)
+                for shard in shards:
+                    grad = summed if name.endswith(REPLICATED) else shard.grad
+                    if grad is not None:
+                        shard.sub_(grad, alpha=learning_rate)
+            for shards in self.parameters.values():
+                for shard in shards:
+                    shard.grad = None
+
 
 def _shifted(name: str, first_block: int) -> str:
     _, index, rest = name.split(".", 2)

@@ -1,0 +1,67 @@
+"""Which tile a GEMM uses: a short table and a cost that counts waves. No tuning, and a finite number of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Rows, columns and depth of a tile, and how the compiler spreads it.
+
+    Attributes:
+        rows, columns: of the output tile.
+        depth: K columns a step.
+        group: tile rows whose columns are visited together, so that their operands stay in the L2 cache.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_stages: int
+    num_warps: int
+    group: int = 8
+
+
+# (tile, throughput of a full wave of it relative to the best): what Hopper's tensor cores and L2 give. Larger tiles
+# reload operands less often; smaller ones fill the multiprocessors where there are few rows.
+_HALF: Final = (
+    (TileShape(128, 256, 64, 3, 8), 1.0),
+    (TileShape(128, 128, 64, 4, 4), 0.85),
+    (TileShape(64, 256, 64, 4, 4), 0.80),
+    (TileShape(64, 128, 64, 5, 4), 0.65),
+    (TileShape(64, 64, 128, 4, 4), 0.45),
+)
+_HALF_SUMMED: Final = _HALF[1:2] + _HALF[3:]
+"""Where the epilogue holds two sums: a tile of 128 x 256 would not fit the registers."""
+_SINGLE: Final = ((TileShape(64, 64, 32, 3, 4), 1.0),)
+INTERPRETED: Final = TileShape(16, 32, 32, 1, 1, group=2)
+"""Small, so that a test's few rows and columns make many tiles."""
+
+
+@lru_cache(maxsize=4096)
+def choose_tile(
+    block_rows: Sequence[int], columns: int, itemsize_bytes: int, num_programs: int, *, two_sums: bool = False
+) -> TileShape:
+    """The tile with the least estimated time.
+
+    Args:
+        block_rows: rows of each block that is tiled on its own (a tuple).
+        columns: N.
+        itemsize_bytes: of the operands.
+        num_programs: multiprocessors to use.
+        two_sums: the epilogue keeps a second float32 sum.
+    """
+    candidates = _SINGLE if itemsize_bytes == 4 else _HALF_SUMMED if two_sums else _HALF
+
+    def cost(candidate: tuple[TileShape, float]) -> float:
+        tile, throughput = candidate
+        tiles = sum(-(-rows // tile.rows) for rows in block_rows) * -(-columns // tile.columns)
+        waves = -(-tiles // num_programs)
+        # A long run of waves is not quantised so sharply: multiprocessors drift apart and even out.
+        return waves * tile.rows * tile.columns / throughput
+
+    return min(candidates, key=cost)[0]

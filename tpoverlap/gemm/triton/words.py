@@ -1,0 +1,66 @@
+"""Device functions on 32-bit words that other GPUs write: bounded waits and bumps. See docs/protocol.md."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+
+@triton.jit
+def load_acquire(address, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The word at ``address`` (int64), acquired at system scope: what was written before it is visible after."""
+    if INTERPRETED:
+        word = tl.atomic_add(address.to(tl.pointer_type(tl.int32)), 0, sem="acquire", scope="sys")
+    else:
+        word = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return word
+
+
+@triton.jit
+def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Spin until words ``first .. first + count - 1`` at ``base`` have reached ``epoch`` (cyclically).
+
+    Bounded: after ``limit`` (nanoseconds; polls in the interpreter) it stores 1 at the address ``error`` and gives up.
+    Threads may leave the spin at different turns, so ``given_up`` must steer data only, never a branch with a barrier.
+
+    Returns:
+        ``given_up``, 1 once any wait of this program was given up; later waits then return at once.
+    """
+    for word in range(first, first + count):
+        address = base + word.to(tl.int64) * 4
+        behind = load_acquire(address, INTERPRETED) - epoch
+        if behind < 0:
+            begin = tl.full((), 0, tl.int64)
+            now = begin
+            if not INTERPRETED:
+                begin = globaltimer()
+                now = begin
+            while (behind < 0) & (given_up == 0):
+                if INTERPRETED:
+                    now += 1
+                else:
+                    now = globaltimer()
+                behind = load_acquire(address, INTERPRETED) - epoch
+                given_up = tl.where((behind < 0) & (now - begin > limit), 1, given_up)
+            if given_up != 0:
+                tl.store(error.to(tl.pointer_type(tl.int32)), 1)
+    if not INTERPRETED and count > 0:
+        # The rows may be read through the async proxy (TMA) next; the acquire above ordered the generic one only.
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return given_up
+
+
+@triton.jit
+def bump_words(counters, first, count):  # type: ignore[no-untyped-def]
+    """After this program's stores: add one to words ``first .. first + count - 1``.
+
+    System scope, because the reader is no thread of this GPU but a stream memory operation and a copy engine.
+    """
+    tl.debug_barrier()  # the release below is one thread's: the other threads' stores have to come before it
+    for word in range(first, first + count):
+        tl.atomic_add(counters + word, 1, sem="release", scope="sys")
