@@ -38,7 +38,12 @@ class RankMismatchError(TpOverlapError):
 
 
 class PeerTimeoutError(TpOverlapError, TimeoutError):
-    """A peer died, raised inside an operation, or did not answer within ``timeout_s``."""
+    """A peer died, raised inside an operation, or did not answer within ``timeout_s``.
+
+    ``peer`` is the rank it started with, where that is known: not one that only gave up waiting for another.
+    """
+
+    peer: int | None = None
 
 
 class BackendUnavailableError(TpOverlapError, RuntimeError):

@@ -6,7 +6,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -15,10 +14,6 @@ from tests.manager.ranks import FEATURES, WIDTH, make_manager, seeded
 from tpoverlap.tokens import TokenPartition
 
 CAPACITY = 1200
-
-
-def _percentile(sorted_values: list[float], share: float) -> float:
-    return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)]
 
 
 def set_shape_cost(rank: int, size: int, turns: int) -> dict[str, float]:
@@ -50,38 +45,24 @@ def set_shape_cost(rank: int, size: int, turns: int) -> dict[str, float]:
         return {name: statistics.median(each) for name, each in times.items()}
 
 
-def first_operation(rank: int, size: int, method: str, pairs: int) -> dict[str, Any]:
-    """A new T and its first operation, then the same T and operation again, in turn.
+def first_operation(rank: int, size: int, method: str, pairs: int) -> dict[str, list[float]]:
+    """us of a new T's shape and first operation, and of the same T and operation again, in turn.
 
-    Both calls of a pair set the shape, so that they differ by nothing but whether this T has been seen; each pair's
-    two calls are neighbours in time, so a busy machine slows both alike. The CPU time of the calling thread is kept
-    beside the wall time, because that is what a rank pays for itself; the rest is waiting for its peer.
+    Both calls of a pair set the shape, so that they differ by nothing but whether this T has been seen; the two are
+    neighbours in time, so a busy machine slows both alike.
     """
     tokens = random.Random(1).sample(range(1, CAPACITY + 1), pairs)
     weight = seeded(FEATURES, WIDTH, seed=1)
-    config = {"qkv_fprop": {"method": method}}
-    wall: dict[str, list[float]] = {"first": [], "repeated": []}
-    thread: dict[str, list[float]] = {"first": [], "repeated": []}
-    with make_manager(capacity_shape=(CAPACITY, WIDTH), ub_cfgs=config) as manager:
+    times: dict[str, list[float]] = {"first": [], "repeated": []}
+    with make_manager(capacity_shape=(CAPACITY, WIDTH), ub_cfgs={"qkv_fprop": {"method": method}}) as manager:
         layer = manager.layer("qkv")
         whole = seeded(CAPACITY, WIDTH, seed=0)
         for num_tokens in [3, 5, 3, 5, *tokens]:
             shard = whole[: num_tokens // size + (rank < num_tokens % size)]
             for which in ("first", "repeated"):
                 torch.distributed.barrier()
-                thread_started, started = time.thread_time(), time.perf_counter()
+                started = time.perf_counter()
                 manager.set_active_shape((num_tokens, WIDTH))
                 tpo.all_gather_gemm(shard, weight, layer)
-                wall[which].append(1e6 * (time.perf_counter() - started))
-                thread[which].append(1e6 * (time.thread_time() - thread_started))
-    result: dict[str, Any] = {"pairs": pairs}
-    for name, times in (("wall", wall), ("thread", thread)):
-        first, repeated = times["first"][4:], times["repeated"][4:]
-        extra = sorted(a - b for a, b in zip(first, repeated, strict=True))
-        result[name] = {
-            "repeated_us": statistics.median(repeated),
-            "extra_us": statistics.median(extra),
-            "quartile_us": _percentile(extra, 0.25),
-            "error_us": 1.25 * (_percentile(extra, 0.75) - _percentile(extra, 0.25)) / 1.35 / pairs**0.5,
-        }
-    return result
+                times[which].append(1e6 * (time.perf_counter() - started))
+    return {which: each[4:] for which, each in times.items()}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import tpoverlap as tpo
+from tpoverlap import errors
 from tpoverlap.tokens import TokenPartition
 
 CAPACITY = 24
@@ -40,6 +41,11 @@ def outcome_of(call: Any) -> Outcome:
     except Exception as error:
         return [kind.__name__ for kind in type(error).__mro__], str(error)
     return None
+
+
+def public_class(classes: list[str]) -> str:
+    """The most special of these classes (most special first) that is in tpoverlap.errors."""
+    return next((name for name in classes if hasattr(errors, name)), classes[0])
 
 
 def assert_right(

@@ -26,7 +26,7 @@ from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.streams import Event, Stream
 from tpoverlap.comm.trace import Trace
 from tpoverlap.comm.transport import Transport, make_transport
-from tpoverlap.comm.watchdog import Watchdog, abort_reason
+from tpoverlap.comm.watchdog import Watchdog, abort_word
 from tpoverlap.errors import NotInitializedError, TpOverlapError
 from tpoverlap.memory.base import Arena, Backend, agree
 from tpoverlap.memory.layout import ArenaLayout, RegionSpec
@@ -259,7 +259,7 @@ class Channel:
             sequence = self._sequence if oldest is None else oldest.descriptor.sequence
         first = self.fault.error
         assert first is not None, "just set"
-        self._tell_peers(abort_reason(first).word(sequence))
+        self._tell_peers(abort_word(first, sequence))
 
     def _tell_peers(self, word: int) -> None:
         try:

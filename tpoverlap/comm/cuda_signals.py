@@ -101,7 +101,7 @@ class CudaSignals(Signals):
         return int(self._control.numpy().view(np.uint32)[self._layout.abort_offset(peer) // 4])
 
     def announce_abort(self, word: int) -> None:
-        value = torch.tensor([word], dtype=torch.int32).view(torch.uint8).pin_memory()
+        value = torch.from_numpy(np.array([word], dtype=np.uint32).view(np.uint8)).pin_memory()  # may exceed int32
         offset = self._layout.abort_offset(self._arena.rank)
         for peer in range(self._arena.tp_size):
             if peer != self._arena.rank:

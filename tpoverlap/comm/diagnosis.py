@@ -15,20 +15,32 @@ _SETTLE_S = 0.25
 
 
 class AbortReason(IntEnum):
-    """Why a rank gave up; travels in the low bits of its abort word, above them the operation's sequence number."""
+    """Why a rank gave up; travels in its abort word::
+
+        | sequence number of its operation (16 bit) | rank it waited for in vain, plus 1 (8 bit) | reason (8 bit) |
+    """
 
     ERROR = 1
     MISMATCH = 2
     CLOSED = 3
 
-    def word(self, sequence: int) -> int:
-        """The 32-bit abort word for this reason at operation ``sequence``."""
-        return ((sequence & 0xFFFFFF) << 8) | self
+    def word(self, sequence: int, culprit: int | None = None) -> int:
+        """The 32-bit abort word for this reason at operation ``sequence``; ``culprit``: the rank that is to blame."""
+        rank = culprit + 1 if culprit is not None and culprit < 0xFF else 0
+        return ((sequence & 0xFFFF) << 16) | (rank << 8) | self
 
     @staticmethod
-    def decode(word: int) -> tuple[AbortReason, int]:
-        """(reason, sequence modulo 2**24) of an abort word."""
-        return AbortReason(word & 0xFF), word >> 8
+    def decode(word: int) -> tuple[AbortReason, int, int | None]:
+        """(reason, sequence modulo 2**16, culprit) of an abort word."""
+        rank = (word >> 8) & 0xFF
+        return AbortReason(word & 0xFF), word >> 16, rank - 1 if rank else None
+
+
+def blame(peer: int, message: str) -> PeerTimeoutError:
+    """A PeerTimeoutError that remembers which rank it started with."""
+    error = PeerTimeoutError(message)
+    error.peer = peer
+    return error
 
 
 class Diagnosis:
@@ -56,12 +68,14 @@ class Diagnosis:
         self._refresh = refresh
         self._labels: dict[int, str] = {}
         self._possible: Callable[[], Iterable[str]] = tuple
+        self._latest = 0
         self._history: list[Descriptor | None] = [None] * DESCRIPTOR_RING  # a ring: read by the watchdog's thread
 
     def remember(self, descriptor: Descriptor) -> None:
         """Note one of this rank's own operations."""
         self._labels[operation_id(descriptor.label)] = descriptor.label
         self._history[descriptor.sequence % DESCRIPTOR_RING] = descriptor
+        self._latest = descriptor.sequence
 
     def know(self, label: str) -> None:
         """Make ``label`` printable when a peer names it."""
@@ -72,11 +86,16 @@ class Diagnosis:
         self._possible = labels
 
     def own_words(self, sequence: int) -> tuple[int, int]:
-        """This rank's (record, digest) for operation ``sequence`` (modulo 2**24); (0, 0) if it has not got that far."""
+        """This rank's (record, digest) for operation ``sequence``; (0, 0) if it has not got that far."""
         own = self._history[sequence % DESCRIPTOR_RING]
-        if own is None or (own.sequence - sequence) & 0xFFFFFF:
+        if own is None or own.sequence != sequence:
             return 0, 0
         return own.record, own.digest
+
+    def abort_sequence(self, word: int) -> int:
+        """The operation that an abort word is about: the one nearest to this rank's latest."""
+        _, low_bits, _ = AbortReason.decode(word)
+        return self._latest + (low_bits - self._latest + 0x8000) % 0x10000 - 0x8000
 
     def differs(self, descriptor: Descriptor) -> bool:
         """Whether some peer has published another operation, T or layout under this sequence number."""
@@ -114,20 +133,33 @@ class Diagnosis:
 
     def gave_up(self, peer: int, word: int, what: str) -> TpOverlapError:
         """The error for an abort word of ``peer``, seen while waiting for ``what``."""
-        reason, sequence = AbortReason.decode(word)
+        reason, _, culprit = AbortReason.decode(word)
         if reason is AbortReason.MISMATCH:
-            return self.mismatch(sequence)
+            return self.mismatch(self.abort_sequence(word))
+        if culprit == self.rank:
+            return blame(
+                culprit,
+                f"rank {peer} gave up waiting for this rank, {self.rank}: {what}. "
+                f"Rank {self.rank} is slower than timeout_s={self.timeout_s:g}, or it lost the connection",
+            )
+        if culprit is not None and culprit != peer:
+            return blame(
+                culprit, f"rank {peer} lost rank {culprit} and gave up while rank {self.rank} waited: {what}. "
+                f"Rank {culprit} is stuck, dead, or slower than timeout_s={self.timeout_s:g}"
+            )
         did = "closed its manager" if reason is AbortReason.CLOSED else "raised an error and gave up"
-        return PeerTimeoutError(
+        return blame(
+            peer,
             f"rank {peer} {did} while rank {self.rank} waited for it: {what}. "
-            f"The cause is the first error printed by rank {peer}"
+            f"The cause is the first error printed by rank {peer}",
         )
 
     def late(self, peer: int, waited_s: float, what: str) -> PeerTimeoutError:
         """The error for a peer that did not answer in time."""
-        return PeerTimeoutError(
+        return blame(
+            peer,
             f"rank {self.rank} waited {waited_s:.1f} s for rank {peer}: {what}. "
-            f"Rank {peer} is stuck, dead, or slower than timeout_s={self.timeout_s:g}"
+            f"Rank {peer} is stuck, dead, or slower than timeout_s={self.timeout_s:g}",
         )
 
     def missing_peers(self, sequence: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -75,13 +76,7 @@ class Exchange(ABC):
             ready: event after which ``source`` may be read; None: now, in the caller's order.
         """
         self._comm.wait(self.caller.record() if ready is None else ready)
-        self._comm.enqueue(lambda: self._send_or_explain(step, source, base_row))
-
-    def _send_or_explain(self, step: Step, source: torch.Tensor, base_row: int) -> None:
-        try:
-            self._send(step, source, base_row)
-        except Exception as error:  # on a worker thread: what the caller gets must say where it happened
-            raise self._channel.explained(error, self._descriptor) from error
+        self._comm.enqueue(partial(self._explained, lambda: self._send(step, source, base_row)))
 
     def copy_own(self, source: torch.Tensor, first_element: int) -> None:
         """Copy own rows into the local slot too, on the comm stream (for readers of the whole activation)."""
@@ -110,6 +105,8 @@ class Exchange(ABC):
     def run(self, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
         """Run a GEMM (or another computation) on ``stream``, marked in the trace if there is one."""
         trace = self._channel.trace
+        if stream is not self.caller:  # elsewhere an error does not reach the caller by itself
+            work = partial(self._explained, work)
         if trace is None:
             stream.run(work)
             return
@@ -120,6 +117,13 @@ class Exchange(ABC):
             trace.mark(stream, f"{what}_end", step)
 
         stream.run(traced)
+
+    def _explained(self, work: Callable[[], object]) -> None:
+        """Run ``work``; what it raises says in which operation it happened."""
+        try:
+            work()
+        except Exception as error:
+            raise self._channel.explained(error, self._descriptor) from error
 
     # -- life time -----------------------------------------------------------------------------------------------
 

@@ -41,5 +41,7 @@ class Fault:
     def _raise(error: BaseException) -> NoReturn:
         # A copy: raising one object from several threads mixes their tracebacks.
         if isinstance(error, TpOverlapError):
-            raise type(error)(*error.args) from error
+            copy = type(error)(*error.args)
+            copy.__dict__.update(error.__dict__)
+            raise copy from error
         raise error

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from tpoverlap.comm.descriptor import Descriptor, sequence_matches
-from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
+from tpoverlap.comm.diagnosis import Diagnosis
 from tpoverlap.comm.epochs import reached, wrap32
 from tpoverlap.comm.fault import Fault
 from tpoverlap.comm.signals import Signals, SlotRef
@@ -128,7 +128,7 @@ class HostSignals(Signals):
 
     def announce_abort(self, word: int) -> None:
         index = self._layout.abort_offset(self._arena.rank) // 4
-        _, sequence = AbortReason.decode(word)
+        sequence = self._diagnosis.abort_sequence(word)
         record, digest = self._diagnosis.own_words(sequence)
         for peer in range(self._arena.tp_size):
             if peer != self._arena.rank:

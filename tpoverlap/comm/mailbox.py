@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpoverlap.comm.descriptor import Descriptor, sequence_matches
-from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
+from tpoverlap.comm.diagnosis import Diagnosis, blame
 from tpoverlap.comm.gloo_link import AbortBoard, GlooLink
-from tpoverlap.errors import PeerTimeoutError
 from tpoverlap.memory.layout import DESCRIPTOR_RING
 
 if TYPE_CHECKING:
@@ -93,15 +92,15 @@ class Mailbox:
                 if word:
                     raise self.diagnosis.gave_up(peer, word, what) from error
                 time.sleep(0.01)
-            raise PeerTimeoutError(
-                f"rank {self.rank} lost rank {peer} while it waited for {what}: {error}. "
-                "It died or closed the connection"
+            raise blame(
+                peer,
+                f"rank {self.rank} lost rank {peer} while it waited for {what}: rank {peer} died or closed the "
+                f"connection ({error})",
             ) from error
 
     def announce_abort(self, word: int) -> None:
         """Tell the peers that this rank gave up, why, and what its operation was."""
-        _, sequence = AbortReason.decode(word)
-        self._board.announce(word, *self.diagnosis.own_words(sequence))
+        self._board.announce(word, *self.diagnosis.own_words(self.diagnosis.abort_sequence(word)))
 
 
 def _pack(record: int, digest: int) -> torch.Tensor:

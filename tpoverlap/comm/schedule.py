@@ -10,6 +10,7 @@ the bytes on each link are those of a ring, but no chunk waits for R - 2 hops (a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,7 +49,8 @@ class Transfer(NamedTuple):  # a tuple: a new T makes many, and frozen dataclass
         return self.num_rows * (self.col_stop - self.col_start)
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """What one rank sends and receives in one step. Transfers without rows are left out on both sides."""
 
     index: int

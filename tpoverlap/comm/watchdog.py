@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from tpoverlap.comm.diagnosis import AbortReason
+from tpoverlap.comm.diagnosis import AbortReason, blame
 from tpoverlap.errors import PeerTimeoutError, RankMismatchError, TpOverlapError
 
 if TYPE_CHECKING:
@@ -76,15 +76,16 @@ def _look(channel: Channel, warned: set[int]) -> TpOverlapError | None:
     if diagnosis.differs(descriptor):
         return diagnosis.mismatch(descriptor.sequence)
     what = f"{descriptor.label} (T={descriptor.num_tokens})"
+    for peer in channel.peers:  # first: who gave up may have done so because of who died
+        if channel.identities[peer].is_dead():
+            pid = channel.identities[peer].pid
+            return blame(
+                peer, f"rank {peer} (pid {pid}) died while rank {channel.rank} was in {what}; its own log has the cause"
+            )
     for peer in channel.peers:
         word = channel.abort_word(peer)
         if word:
             return diagnosis.gave_up(peer, word, what)
-        if channel.identities[peer].is_dead():
-            pid = channel.identities[peer].pid
-            return PeerTimeoutError(
-                f"rank {peer} (pid {pid}) died while rank {channel.rank} was in {what}; its own log has the cause"
-            )
     return _judge_age(channel, oldest, age_s, warned)
 
 
@@ -109,6 +110,8 @@ def _judge_age(channel: Channel, oldest: InFlight, age_s: float, warned: set[int
     return None
 
 
-def abort_reason(error: BaseException) -> AbortReason:
-    """How an error is told to the peers."""
-    return AbortReason.MISMATCH if isinstance(error, RankMismatchError) else AbortReason.ERROR
+def abort_word(error: BaseException, sequence: int) -> int:
+    """How an error in operation ``sequence`` is told to the peers."""
+    if isinstance(error, RankMismatchError):
+        return AbortReason.MISMATCH.word(sequence)
+    return AbortReason.ERROR.word(sequence, error.peer if isinstance(error, PeerTimeoutError) else None)

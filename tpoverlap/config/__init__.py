@@ -4,9 +4,10 @@
 """
 
 from tpoverlap.config.defaults import default_config, default_method
+from tpoverlap.config.files import FileReport, check_file
 from tpoverlap.config.legality import RULES, legal_methods
 from tpoverlap.config.names import KNOWN_NAMES
-from tpoverlap.config.notes import ConfigWarning, Note
+from tpoverlap.config.notes import ConfigWarning, Note, Target
 from tpoverlap.config.options import METHODS, OPTION_KEYS, OverlapConfig
 from tpoverlap.config.reader import read_config
 from tpoverlap.config.resolved import ResolvedConfig
@@ -22,11 +23,14 @@ __all__ = [
     "SUPPORTED",
     "ConfigSource",
     "ConfigWarning",
+    "FileReport",
     "Note",
     "OverlapConfig",
     "ResolvedConfig",
     "Rule",
+    "Target",
     "check",
+    "check_file",
     "default_config",
     "default_method",
     "legal_methods",

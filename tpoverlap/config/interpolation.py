@@ -62,11 +62,11 @@ def interpolate(
     resolved = dict(values)
     try:
         node = root if is_omegaconf(root) else OmegaConf.create(root)
-        for key in where:
-            node = node[key]
     except Exception:
-        # Something else in the document is nothing that OmegaConf reads. What refers to it fails below, by name.
-        node = None
+        # Something in the document is nothing that OmegaConf reads. What refers to it fails below, by name.
+        node = OmegaConf.create(_readable(root, set()))
+    for key in where:
+        node = node[key]
     failures: list[Failure] = []
     for key in open_keys:
         value = values[key]
@@ -78,7 +78,7 @@ def interpolate(
             paths = [(key,)]
         for path in paths:
             try:
-                plain = _resolve(node, values, path)
+                plain = _resolve(node, values[key][path[1]] if len(path) > 1 else values[key], path)
             except Exception as error:  # a resolver is anybody's code and may raise anything
                 failures.append(Failure(path, str(error).partition("\n")[0][:300] or type(error).__name__))
                 continue
@@ -90,14 +90,34 @@ def interpolate(
     return ordered, tuple(failures)
 
 
-def _resolve(node: Any, values: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
-    """The value at ``path`` below ``node``; without a node, of ``values`` read alone."""
+def _resolve(node: Any, written: Any, path: tuple[Any, ...]) -> Any:
+    """The value at ``path`` below ``node``, where ``written`` stands."""
     from omegaconf import OmegaConf
 
-    value = OmegaConf.create({path[0]: values[path[0]]}) if node is None else node
+    OmegaConf.create({"value": written})  # a broken text is refused here, with the reason
+    value = node
     for key in path:
         value = value[key]
     return OmegaConf.to_container(value, resolve=True) if is_omegaconf(value) else value
+
+
+def _readable(value: Any, inside: set[int]) -> Any:
+    """A copy of ``value`` without what OmegaConf refuses; ``inside`` stops at containers that hold themselves."""
+    from omegaconf import OmegaConf
+
+    if not isinstance(value, (Mapping, list)):
+        try:
+            OmegaConf.create({"value": value})
+        except Exception:
+            return None
+        return value
+    if id(value) in inside:
+        return None
+    inside = inside | {id(value)}
+    if isinstance(value, list):
+        return [_readable(child, inside) for child in value]
+    keys = (key for key in value if isinstance(key, (str, int, float, bool)))
+    return {key: _readable(value[key], inside) for key in keys}
 
 
 def _in_order(before: Any, after: Any) -> Any:

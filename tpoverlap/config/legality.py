@@ -1,4 +1,8 @@
-"""Every rule about a configuration, stated once: ``RULES``. ``resolve`` and ``check`` only apply the table."""
+"""Every rule about a configuration, stated once: ``RULES``. ``resolve`` and ``check`` only apply the table.
+
+Here are the rules of this library; ``te_rules`` has what concerns Transformer Engine alone, ``surrounding_rules`` what a
+file says beside its options. ``target`` tells whose question a rule answers.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,11 @@ from tpoverlap.config.names import (
     nearest_name,
     sibling,
 )
-from tpoverlap.config.notes import Note
+from tpoverlap.config.notes import Note, Target
 from tpoverlap.config.options import METHODS, OPTION_KINDS, OptionKind, has_right_type
 from tpoverlap.config.rules import SUPPORTED, Case, Rule, Stage, te_differences, whole
+from tpoverlap.config.surrounding_rules import SURROUNDING_RULES
+from tpoverlap.config.te_rules import TE_RULES, ignored_by_te, te_launches_copy_blocks
 
 
 def findings(stage: Stage, case: Case) -> list[Note]:
@@ -79,6 +85,10 @@ def _assumes_direction(case: Case) -> bool:
     return case.name not in KNOWN_NAMES and case.method != "pipeline" and "is_reduce_scatter" not in case.given
 
 
+def _who_ignores(case: Case, key: Any) -> Target:
+    return "both" if key in ignored_by_te(case) else "tpoverlap"
+
+
 def _ignored(case: Case) -> list[str]:
     if case.method == "external":  # there the whole entry is ignored, which is one finding
         return []
@@ -86,7 +96,7 @@ def _ignored(case: Case) -> list[str]:
 
 
 # fmt: off
-RULES: Final[tuple[Rule, ...]] = (
+_OWN_RULES: Final[tuple[Rule, ...]] = (
     # -- any top-level key ------------------------------------------------------------------------------------------
     Rule("name-without-options", "top", "error",
          whole(lambda c: c.name in KNOWN_NAMES and not isinstance(c.given, Mapping)),
@@ -97,17 +107,20 @@ RULES: Final[tuple[Rule, ...]] = (
          whole(lambda c: is_entry(c.name, c.given) and _is_bad_name(c.name)),
          "{name!r} cannot be the name of a GEMM",
          "use printable characters without blanks",
-         "ours: names appear in logs, NVTX ranges and files"),
+         "ours: names appear in logs, NVTX ranges and files",
+         target="tpoverlap"),
     Rule("section-not-mapping", "top", "error",
          whole(lambda c: c.name == RESERVED_SECTION and not isinstance(c.given, Mapping)),
          "the section {name!r} must be a mapping, got {given}",
          "write keys below it, or remove it",
-         "DESIGN, methods"),
+         "DESIGN, methods",
+         target="tpoverlap"),
     Rule("section-key-unread", "top", "warning",
          lambda c: list(c.given) if c.name == RESERVED_SECTION and isinstance(c.given, Mapping) else (),
          "{name}.{key} is kept, but this version reads nothing from it",
          "remove it, or use the version of tpoverlap that it was written for",
-         "ours: nothing is dropped silently"),
+         "ours: nothing is dropped silently",
+         target="tpoverlap"),
     Rule("foreign-key", "top", "warning",
          whole(lambda c: c.name != RESERVED_SECTION and c.name not in KNOWN_NAMES and not is_entry(c.name, c.given)),
          "top-level key {name!r} holds no overlap options and is ignored",
@@ -139,23 +152,27 @@ RULES: Final[tuple[Rule, ...]] = (
          whole(lambda c: c.method not in c.supported and c.method != "external", "method"),
          "{name}.method {method!r} is not supported by this version",
          "supported now: {supported_methods}",
-         "issue 2, item 6"),
+         "issue 2, item 6",
+         target="tpoverlap"),
     Rule("atomic-gemm-unsupported", "config", "error",
          whole(lambda c: c.resolved.atomic_gemm and "atomic_gemm" not in c.supported, "atomic_gemm"),
          "{name}.atomic_gemm is true, which this version does not support",
          "supported now: atomic_gemm: false, with method {supported_methods}",
-         "issue 2, item 6 (TE: FP8 only, and both GEMMs of a block together)"),
+         "issue 2, item 6 (TE: FP8 only, and both GEMMs of a block together)",
+         target="tpoverlap"),
     Rule("sm-copy-unsupported", "config", "error",
          whole(lambda c: not c.resolved.use_ce and c.method in ("ring_exchange", "bulk", "auto", "fused")
                and "sm_copy" not in c.supported, "use_ce"),
          "{name}.use_ce is false under method {method!r}, which this version does not support",
          "supported now: use_ce: true (copies by the copy engine)",
-         "issue 2, item 6"),
+         "issue 2, item 6",
+         target="tpoverlap"),
     Rule("fp8-buffer-unsupported", "config", "error",
          whole(lambda c: c.fp8 and bool(c.given.get("fp8_buf")) and "fp8" not in c.supported, "fp8_buf"),
          "{name}.fp8_buf is true and FP8 buffers were asked for, which this version does not support",
          "supported now: quantization mode NONE (there fp8_buf does nothing)",
-         "issue 2, item 6"),
+         "issue 2, item 6",
+         target="tpoverlap"),
     # -- which method may do what -----------------------------------------------------------------------------------
     Rule("pipeline-all-gather", "config", "error",
          whole(lambda c: c.method == "pipeline" and not c.resolved.is_reduce_scatter, "method"),
@@ -198,20 +215,23 @@ RULES: Final[tuple[Rule, ...]] = (
          whole(lambda c: nearest_name(c.name) is not None),
          "{name!r} registers a GEMM of that name, which is close to a known one",
          "{did_you_mean_name}",
-         "DESIGN, methods"),
+         "DESIGN, methods",
+         target="tpoverlap"),
     Rule("direction-assumed", "config", "warning",
          whole(_assumes_direction, "is_reduce_scatter"),
          "{name} does not say is_reduce_scatter and is taken as an all-gather",
          "set is_reduce_scatter: true where the GEMM's output is what travels, else false",
-         "TE: has no other names"),
+         "TE: has no other names",
+         target="tpoverlap"),
     Rule("cga-exceeds-num-sm", "config", "note",
-         whole(lambda c: "cga_size" in c.given and c.resolved.cga_size > c.resolved.num_sm, "cga_size"),
+         whole(lambda c: "cga_size" in c.given and c.resolved.cga_size > c.resolved.num_sm
+               and not te_launches_copy_blocks(c), "cga_size"),
          "{name}.cga_size {value} is larger than num_sm, so no cluster fits in the blocks",
-         "harmless here, where cga_size is ignored",
+         "harmless: the copy engine moves the rows and no block is launched; remove it",
          "seen in published files"),
     Rule("ring-num-splits", "config", "note",
          whole(lambda c: c.method in ("ring_exchange", "fused") and "num_splits" in c.given
-               and c.given["num_splits"] != c.resolved.num_splits, "num_splits"),
+               and c.given["num_splits"] != c.resolved.num_splits and c.tp_known, "num_splits"),
          "{name}.num_splits {value} is replaced by {used}: {method} always cuts one chunk a rank",
          "remove it",
          "TE: the same, silently"),
@@ -219,30 +239,36 @@ RULES: Final[tuple[Rule, ...]] = (
          _ignored,
          "{name}.{key} {value} is ignored by method {method!r} ({direction}): {because}",
          "keep it for other tools, or remove it",
-         "DESIGN, methods"),
+         "DESIGN, methods",
+         target=_who_ignores),
     Rule("external-ignored", "config", "note",
          whole(lambda c: c.method == "external" and c.name in ROW_WGRADS),
          "{name} is ignored: 'external' overlaps an MXFP8 gather beside another GEMM; here {name} reuses the rows "
          "that {dgrad} gathered",
          "remove it, or keep it for Transformer Engine",
-         "TE: default of these two names"),
+         "TE: default of these two names",
+         target="tpoverlap"),
     Rule("te-default-method", "config", "note",
          whole(lambda c: c.name in KNOWN_NAMES and "method" not in c.given
                and KNOWN_NAMES[c.name].te_method != c.method, "method"),
          "{name} does not say its method: it is {method!r} here and {te_method!r} in Transformer Engine",
          "say which one you mean",
-         "FACTS: TE's pipeline reduce-scatter was measured slower than no overlap"),
-    Rule("te-defaults-differ", "config", "note",
+         "FACTS: TE's pipeline reduce-scatter was measured slower than no overlap",
+         target="te"),
+    Rule("te-defaults-differ", "config", "warning",
          whole(lambda c: bool(te_differences(c)), "method"),
          "{name}: defaults follow the configured method {method!r} here and the name's own method {te_method!r} in "
          "Transformer Engine, which would take {te_differences}",
          "write these keys where the file must mean the same in both",
-         "FACTS, what TE's configuration really does"),
+         "FACTS, what TE's configuration really does",
+         target="te"),
     # -- the whole configuration --------------------------------------------------------------------------------------
     Rule("nothing-to-overlap", "file", "note",
-         whole(lambda c: c.tp_size == 1 and bool(c.entries)),
+         whole(lambda c: c.tp_size == 1 and bool(c.entries) and "overlap" not in c.surroundings.stated),
          "tp_size is 1: there is no peer, so nothing is communicated and no option has an effect",
          "none needed",
          "seen in published files"),
 )
 # fmt: on
+
+RULES: Final[tuple[Rule, ...]] = (*_OWN_RULES, *TE_RULES, *SURROUNDING_RULES)

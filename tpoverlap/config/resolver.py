@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tpoverlap.config.defaults import fill_defaults, require_tp_size
@@ -16,6 +17,7 @@ from tpoverlap.config.options import OptionValue, OverlapConfig, normalise
 from tpoverlap.config.reader import RawConfig, read_config
 from tpoverlap.config.resolved import ResolvedConfig
 from tpoverlap.config.rules import SUPPORTED, Case
+from tpoverlap.config.surroundings import Surroundings
 from tpoverlap.errors import ConfigError
 
 ConfigSource = Mapping[Any, Any] | str | os.PathLike[str] | ResolvedConfig | None
@@ -41,8 +43,9 @@ def resolve(
     Raises:
         ConfigError: unreadable, or a rule of level "error" fired; the message lists every such finding.
     """
-    config, notes, origin = _evaluate(ub_cfgs, tp_size, supported, fp8)
-    errors = [str(note) for note in notes if note.level == "error"]
+    require_tp_size(tp_size)
+    config, notes, origin = _evaluate(_read(ub_cfgs), tp_size, supported, fp8)
+    errors = [str(note) for note in notes if _is_our_error(note)]
     if config is None:
         place = "" if origin == "ub_cfgs" else f"{origin}: "
         if len(errors) == 1:
@@ -50,7 +53,7 @@ def resolve(
         listed = "\n".join(f"  {number}. {error}" for number, error in enumerate(errors, 1))
         raise ConfigError(f"{place}{len(errors)} errors in the overlap configuration:\n{listed}")
     for note in notes:
-        if note.level == "warning":
+        if note.level == "warning" and note.target != "te":  # who runs tpoverlap need not care
             warnings.warn(f"{origin}: {note}", ConfigWarning, stacklevel=2)
         else:
             _log.info("%s: %s", origin, note)
@@ -67,17 +70,45 @@ def check(
     """
     require_tp_size(tp_size)
     try:
-        return _evaluate(ub_cfgs, tp_size, supported, fp8)[1]
+        return _evaluate(_read(ub_cfgs), tp_size, supported, fp8)[1]
     except ConfigError as error:
-        return (Note("error", "unreadable", "", "", str(error), ""),)
+        return (unreadable(error),)
+
+
+def check_raw(
+    raw: RawConfig,
+    tp_size: int,
+    surroundings: Surroundings,
+    *,
+    supported: frozenset[str] = SUPPORTED,
+    fp8: bool = False,
+) -> tuple[Note, ...]:
+    """``check`` for a file that was read already, against what stands round its options."""
+    require_tp_size(tp_size)
+    try:
+        return _evaluate(raw, tp_size, supported, fp8, surroundings)[1]
+    except ConfigError as error:
+        return (unreadable(error),)
+
+
+def unreadable(error: ConfigError) -> Note:
+    """The finding about a source from which no options can be taken."""
+    return Note("error", "unreadable", "", "", str(error), "", line=getattr(error, "line", 0))
+
+
+def _read(ub_cfgs: ConfigSource) -> RawConfig:
+    return RawConfig(ub_cfgs.to_dict(), ub_cfgs.origin) if isinstance(ub_cfgs, ResolvedConfig) else read_config(ub_cfgs)
+
+
+def _is_our_error(note: Note) -> bool:
+    return note.level == "error" and note.target != "te"
 
 
 def _evaluate(
-    ub_cfgs: ConfigSource, tp_size: int, supported: frozenset[str], fp8: bool
+    raw: RawConfig, tp_size: int, supported: frozenset[str], fp8: bool, surroundings: Surroundings | None = None
 ) -> tuple[ResolvedConfig | None, tuple[Note, ...], str]:
     """The resolved config, or None where there is an error; all findings; the source's name."""
-    require_tp_size(tp_size)
-    raw = RawConfig(ub_cfgs.to_dict(), ub_cfgs.origin) if isinstance(ub_cfgs, ResolvedConfig) else read_config(ub_cfgs)
+    around = surroundings or Surroundings()
     notes = list(raw.notes)
     options: dict[str, dict[str, OptionValue]] = {}
     for name, value in raw.entries.items():
@@ -91,11 +122,12 @@ def _evaluate(
         notes += found
     entries = {name: fill_defaults(name, given, tp_size) for name, given in options.items()}
     for name, config in entries.items():
-        found = findings("config", Case(name, options[name], tp_size, config, entries, supported, fp8))
-        wrong = any(note.level == "error" for note in found)  # then remarks on the details would only distract
+        found = findings("config", Case(name, options[name], tp_size, config, entries, supported, fp8, options, around))
+        wrong = any(_is_our_error(note) for note in found)  # then remarks on the details would only distract
         notes += [note for note in found if not (wrong and note.level == "note")]
-    notes += findings("file", Case("", {}, tp_size, None, entries, supported, fp8))
-    if any(note.level == "error" for note in notes):
+    notes += findings("file", Case("", {}, tp_size, None, entries, supported, fp8, options, around))
+    notes = [note if note.line else replace(note, line=raw.line_of(note.name, note.key)) for note in notes]
+    if any(_is_our_error(note) for note in notes):
         return None, tuple(notes), raw.origin
     extras = _plain(raw.entries.get(RESERVED_SECTION, {}), RESERVED_SECTION)
     configs = _configs(entries, tp_size)

@@ -46,9 +46,10 @@ class ColumnLinear(torch.autograd.Function):
         outs = [x_shard_t.new_empty(partition.total, w.shape[0]) for w in weights if w is not None]
         gathered: list[torch.Tensor] = []
         operation = layer.manager.operation(layer.fprop, partition, scatter=False)
+        x_shard_t = x_shard_t.contiguous()  # saved like this, too: backward sends it again
         gather_then_gemm(
             operation,
-            x_shard_t.contiguous(),
+            x_shard_t,
             RowGemm([w.t() for w in weights if w is not None], biases, outs),
             (lambda whole: gathered.append(whole.clone())) if return_gathered else None,
         )

@@ -5,22 +5,21 @@
     program p:  for each tile p, p + P, p + 2P, ... of the table
                     GATED     wait until the pieces that its rows overlap have arrived
                     multiply  sum over the terms of a[rows] @ b[:, columns], float32
-                    epilogue  + addend + bias, RECEIVED: + the peers' blocks in rank order; round once; store
+                    epilogue  + addend + bias; RECEIVED: + the peers' blocks, in rank order; round once; store
                     SIGNALS   bump the counter of each piece that its rows overlap
 
-The table lists tile rows in order (`TilePlan`); a first part of it may read its rows from another tensor ("own": the
-caller's shard instead of the slot). All integers that change from call to call are arguments that are not specialised,
-so there is one binary for each combination of the constants, whatever T, N, K and the epoch are.
+The table lists tile rows in order (`TilePlan`). A first part of it may read its rows from another tensor ("own": the
+caller's shard instead of the slot). Integers that change with T or from call to call are not specialised: one binary
+for each combination of the constants, whatever T and the epoch are.
 """
 
+# ruff: noqa: N803
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from tpoverlap.gemm.triton.words import bump_words, wait_for_words
-
-# ruff: noqa: N803
 
 
 @triton.jit
@@ -33,9 +32,8 @@ def _multiply(  # type: ignore[no-untyped-def]
     column,
     N,
     K,
-    a_stride,
-    b_k_stride,
-    b_n_stride,
+    a_ld,
+    b_ld,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -43,7 +41,10 @@ def _multiply(  # type: ignore[no-untyped-def]
     N_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """total += a[row : row + ROWS] @ b[:, column : column + COLUMNS]. With TMA ``a`` and ``b`` are descriptors."""
+    """total + a[row : row + ROWS] @ b[:, column : column + COLUMNS].
+
+    ``a`` [., K] and ``b`` are descriptors with TMA, else pointers; ``b`` is stored [N, K] if N_MAJOR, else [K, N].
+    """
     if TMA:
         for k in range(0, K, DEPTH):
             left = a.load([row, k])
@@ -55,68 +56,84 @@ def _multiply(  # type: ignore[no-untyped-def]
         rows = row + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
-        a_pointers = a + rows[:, None].to(tl.int64) * a_stride + depth[None, :]
-        b_pointers = b + depth[:, None].to(tl.int64) * b_k_stride + columns[None, :].to(tl.int64) * b_n_stride
+        a_pointers = a + rows[:, None].to(tl.int64) * a_ld + depth[None, :]
+        if N_MAJOR:
+            b_pointers = b + depth[:, None] + columns[None, :].to(tl.int64) * b_ld
+        else:
+            b_pointers = b + depth[:, None].to(tl.int64) * b_ld + columns[None, :]
         for k in range(0, K, DEPTH):
             inside = depth < K - k
             left = tl.load(a_pointers, mask=(rows < stop)[:, None] & inside[None, :], other=0.0)
             right = tl.load(b_pointers, mask=inside[:, None] & (columns < N)[None, :], other=0.0)
             total = tl.dot(left, right, total, input_precision=PRECISION)
             a_pointers += DEPTH
-            b_pointers += b_k_stride * DEPTH
+            if N_MAJOR:
+                b_pointers += DEPTH
+            else:
+                b_pointers += b_ld.to(tl.int64) * DEPTH
     return total
 
 
 @triton.jit
-def _sum_in_rank_order(  # type: ignore[no-untyped-def]
-    own, received, offsets, mask, block_elements, NUM_RANKS: tl.constexpr, RANK: tl.constexpr
-):
-    """Blocks of ranks 0 .. R-1, this rank's being ``own``, added in that order in float32."""
-    total = own
-    for source in tl.static_range(0, NUM_RANKS):
+def _sum_in_rank_order(own, blocks, offsets, mask, block_elements, NUM_RANKS: tl.constexpr, RANK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The partial sums of ranks 0 .. R-1, this rank's being ``own``, added in that order in float32."""
+    if RANK == 0:
+        total = own
+    else:
+        total = tl.load(blocks + offsets, mask=mask, other=0.0).to(tl.float32)
+    for source in tl.static_range(1, NUM_RANKS):
         if source == RANK:
-            if source > 0:
-                total += own
+            total += own
+        elif source < RANK:
+            total += tl.load(blocks + source * block_elements + offsets, mask=mask, other=0.0).to(tl.float32)
         else:
-            index = source if source < RANK else source - 1
-            block = tl.load(received + index * block_elements + offsets, mask=mask, other=0.0).to(tl.float32)
-            total = block if source == 0 else total + block  # noqa: SIM108
+            total += tl.load(blocks + (source - 1) * block_elements + offsets, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
-    tile,
-    first_tile,
+    number,
     table,
     table_rows,
-    a0, a1, a2,
-    b0, b1, b2,
-    K0, K1, K2,
-    a0_stride, a1_stride, a2_stride,
-    b0_k_stride, b1_k_stride, b2_k_stride,
-    b0_n_stride, b1_n_stride, b2_n_stride,
-    a_shift,
-    out, out_descriptor, out_shift,
-    bias, addend, addend_stride,
-    received, block_elements,
-    flags, epoch, limit, error, given_up,
-    counters,
+    lefts,
+    rights,
+    depths,
+    left_lds,
+    right_lds,
+    left_shift,
     N,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    NUM_TERMS: tl.constexpr, TMA: tl.constexpr, TMA_STORE: tl.constexpr, N_MAJOR: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADDEND: tl.constexpr,
-    GATED: tl.constexpr, SIGNALS: tl.constexpr, NUM_RANKS: tl.constexpr, RANK: tl.constexpr,
+    target,
+    addition,
+    received,
+    wait,
+    given_up,
+    counters,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_TERMS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_STORE: tl.constexpr,
+    N_MAJOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGNALS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One tile; returns ``given_up``. ``first_tile``: number of the tile that the table's first row starts with."""
-    # L2: walk GROUP tile rows column by column. The order of the rows themselves is the table's.
-    column_tiles = tl.cdiv(N, COLUMNS)
-    number = tile - first_tile
-    group = number // (GROUP * column_tiles)
-    first = group * GROUP
+    """Tile ``number`` of the ``table_rows`` tile rows at ``table``; returns ``given_up``."""
+    # L2: walk GROUP tile rows column by column. The order of the rows themselves is the table's, so it is not undone.
+    out, out_descriptor, out_shift = target
+    bias, addend, addend_ld = addition
+    group_tiles = GROUP * tl.cdiv(N, COLUMNS)
+    first = number // group_tiles * GROUP
     height = tl.minimum(table_rows - first, GROUP)
-    within = number - group * GROUP * column_tiles
+    within = number % group_tiles
     entry = table + (first + within % height) * 4
     column = within // height * COLUMNS
     row = tl.load(entry)
@@ -125,22 +142,28 @@ def _tile(  # type: ignore[no-untyped-def]
     num_words = tl.load(entry + 3)
 
     if GATED:
+        flags, epoch, limit, error = wait
         given_up = wait_for_words(flags, first_word, num_words, epoch, limit, error, given_up, INTERPRETED)
 
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    total = _multiply(
-        total, a0, b0, row - a_shift, stop - a_shift, column, N, K0, a0_stride, b0_k_stride, b0_n_stride,
-        ROWS, COLUMNS, DEPTH, TMA, N_MAJOR, PRECISION,
-    )
-    if NUM_TERMS > 1:
+    for term in tl.static_range(0, NUM_TERMS):
         total = _multiply(
-            total, a1, b1, row - a_shift, stop - a_shift, column, N, K1, a1_stride, b1_k_stride, b1_n_stride,
-            ROWS, COLUMNS, DEPTH, TMA, N_MAJOR, PRECISION,
-        )
-    if NUM_TERMS > 2:
-        total = _multiply(
-            total, a2, b2, row - a_shift, stop - a_shift, column, N, K2, a2_stride, b2_k_stride, b2_n_stride,
-            ROWS, COLUMNS, DEPTH, TMA, N_MAJOR, PRECISION,
+            total,
+            lefts[term],
+            rights[term],
+            row - left_shift,
+            stop - left_shift,
+            column,
+            N,
+            depths[term],
+            left_lds[term],
+            right_lds[term],
+            ROWS,
+            COLUMNS,
+            DEPTH,
+            TMA,
+            N_MAJOR,
+            PRECISION,
         )
 
     rows = row + tl.arange(0, ROWS)
@@ -148,12 +171,14 @@ def _tile(  # type: ignore[no-untyped-def]
     mask = (rows < stop)[:, None] & (columns < N)[None, :]
     offsets = (rows - out_shift)[:, None].to(tl.int64) * N + columns[None, :]
     if HAS_ADDEND:
-        addends = addend + rows[:, None].to(tl.int64) * addend_stride + columns[None, :]
+        addends = addend + rows[:, None].to(tl.int64) * addend_ld + columns[None, :]
         total += tl.load(addends, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if NUM_RANKS > 1:
-        blocks = received.to(tl.pointer_type(out.dtype.element_ty))
+        address, block_rows = received
+        block_elements = block_rows.to(tl.int64) * N
+        blocks = address.to(tl.pointer_type(out.dtype.element_ty))
         total = _sum_in_rank_order(total, blocks, offsets, mask, block_elements, NUM_RANKS, RANK)
     if GATED:
         total = tl.where(given_up != 0, float("nan"), total)
@@ -161,7 +186,7 @@ def _tile(  # type: ignore[no-untyped-def]
     if TMA_STORE:
         if stop - row == ROWS:
             out_descriptor.store([row - out_shift, column], value)
-        else:  # the rows after the last belong to another block
+        else:  # a whole tile would write into the next block
             tl.store(out + offsets, value, mask=mask)
     else:
         tl.store(out + offsets, value, mask=mask)
@@ -170,15 +195,109 @@ def _tile(  # type: ignore[no-untyped-def]
     return given_up
 
 
-_CHANGING = [
-    "own_tiles", "own_table_rows", "num_tiles", "table_rows", "K0", "K1", "K2", "a_stride", "a0_stride", "a1_stride",
-    "a2_stride", "b0_k_stride", "b1_k_stride", "b2_k_stride", "b0_n_stride", "b1_n_stride", "b2_n_stride", "own_shift",
-    "out_shift", "addend_stride", "received", "block_elements", "flags", "epoch", "limit", "error", "N",
-]  # fmt: skip
+_CHANGING = (
+    "own_rows", "num_rows", "own_shift", "left_shift", "out_shift", "block_rows", "flags", "epoch", "limit", "error",
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def tile_gemm(  # type: ignore[no-untyped-def]
-    own, own_stride_shift_pad,
+    table,
+    own_rows,
+    num_rows,
+    own,
+    own_ld,
+    a0,
+    a1,
+    a2,
+    b0,
+    b1,
+    b2,
+    K0,
+    K1,
+    K2,
+    a0_ld,
+    a1_ld,
+    a2_ld,
+    b0_ld,
+    b1_ld,
+    b2_ld,
+    N,
+    own_shift,
+    left_shift,
+    out,
+    out_descriptor,
+    out_shift,
+    bias,
+    addend,
+    addend_ld,
+    received,
+    block_rows,
+    flags,
+    epoch,
+    limit,
+    error,
+    counters,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_TERMS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_STORE: tl.constexpr,
+    N_MAJOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGNALS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    ADDRESSED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Replaced below."""
+    """See the module's text.
+
+    Args:
+        table: int32 [num_rows, 4], the rows of a `TilePlan`; its first ``own_rows`` entries read ``own``.
+        own, a0 .. a2, b0 .. b2: operands of the terms; descriptors with TMA, else pointers. ADDRESSED: a0 is an int64
+            address (the interpreter must not get a tensor whose storage peers write).
+        own_ld, a0_ld, b0_ld, ...: elements from one row to the next, as stored. Read without TMA only.
+        own_shift, left_shift, out_shift: the activation's row that is row 0 of ``own``, of a0 .. a2, of ``out``.
+        out, out_descriptor: [rows, N]; the descriptor is read with TMA_STORE only.
+        received, block_rows: address of the peers' blocks [block_rows, N], in rank order.
+        flags, epoch, limit, error: see `wait_for_words`.
+        counters: int32, see `bump_words`.
+    """
+    column_tiles = tl.cdiv(N, COLUMNS)
+    programs = tl.num_programs(0)
+    program = tl.program_id(0)
+    given_up = tl.full((), 0, tl.int32)
+    own_tiles = own_rows * column_tiles
+    target = (out, out_descriptor, out_shift)
+    addition = (bias, addend, addend_ld)
+    from_peers = (received, block_rows)
+    wait = (flags, epoch, limit, error)
+    first = program
+    if HAS_OWN:
+        for number in range(program, own_tiles, programs):
+            _tile(
+                number, table, own_rows, (own,), (b0,), (K0,), (own_ld,), (b0_ld,), own_shift, N,
+                target, addition, from_peers, wait, given_up, counters,
+                ROWS, COLUMNS, DEPTH, GROUP, 1, TMA, TMA_STORE, N_MAJOR, PRECISION,
+                HAS_BIAS, HAS_ADDEND, False, False, 1, 0, INTERPRETED,
+            )  # fmt: skip
+        # The next tile of this program in one common numbering, so that no program gets a tile more than it should.
+        first = program + tl.cdiv(tl.maximum(own_tiles - program, 0), programs) * programs - own_tiles
+    if ADDRESSED:
+        a0 = a0.to(tl.pointer_type(out.dtype.element_ty))
+    rest = num_rows - own_rows
+    for number in range(first, rest * column_tiles, programs):
+        given_up = _tile(
+            number, table + own_rows * 4, rest, (a0, a1, a2), (b0, b1, b2), (K0, K1, K2), (a0_ld, a1_ld, a2_ld),
+            (b0_ld, b1_ld, b2_ld), left_shift, N,
+            target, addition, from_peers, wait, given_up, counters,
+            ROWS, COLUMNS, DEPTH, GROUP, NUM_TERMS, TMA, TMA_STORE, N_MAJOR, PRECISION,
+            HAS_BIAS, HAS_ADDEND, GATED, SIGNALS, NUM_RANKS, RANK, INTERPRETED,
+        )  # fmt: skip

@@ -30,7 +30,7 @@ def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETE
         ``given_up``, 1 once any wait of this program was given up; later waits then return at once.
     """
     for word in range(first, first + count):
-        address = base + word.to(tl.int64) * 4
+        address = base + word * 4
         behind = load_acquire(address, INTERPRETED) - epoch
         if behind < 0:
             begin = tl.full((), 0, tl.int64)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from tpoverlap.testing.conformance import gemms, groups, lifetime, linear, microbatches, replicated
 from tpoverlap.testing.conformance.setting import Setting
 from tpoverlap.testing.conformance.stack import RECOMPUTATIONS, SCHEMES
@@ -83,9 +85,10 @@ def other_cases(setting: Setting, size: int) -> Iterator[Case]:
     yield Case("grad-modes", 4, lifetime.check_grad_modes, (setting,))
     yield Case("reinitialize", 9, lifetime.check_reinitialize, (setting,))
     yield Case("methods-table", 1, lifetime.check_methods_table, (setting,))
-    for syncs in (True, False):
-        name = "replicated-synced" if syncs else "replicated-unsynced"
-        yield Case(name, 4, replicated.check_replicated_grads, (setting, syncs))
+    # In 16 bits the updates of three steps are lost in the rounding of the parameters.
+    single = replace(setting, dtype=torch.float32)
+    yield Case("replicated-synced", 4, replicated.check_replicated_grads, (single, True))
+    yield Case("replicated-unsynced", 4, replicated.check_replicated_grads, (single, False))
 
 
 def group_cases(setting: Setting, size: int) -> Iterator[Case]:

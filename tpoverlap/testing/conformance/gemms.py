@@ -42,9 +42,9 @@ def check_all_gather_gemm(
             shard = x[partition.rows(rank)]
             shard = strided(shard) if turn % 3 == 1 else shard
             one_bias = bias if turn % 2 else None
-            with said(manager, partition, turn) as keywords:
-                y, gathered = all_gather_gemm(shard, weight, layer, one_bias, return_gathered=True, **keywords)
-                again = all_gather_gemm(shard, weight, layer, one_bias, **keywords)
+            with said(manager, partition, turn) as explicit:
+                y, gathered = all_gather_gemm(shard, weight, layer, one_bias, return_gathered=True, partition=explicit)
+                again = all_gather_gemm(shard, weight, layer, one_bias, partition=explicit)
             reference = plain.linear(
                 plain.wide(x, high), plain.wide(weight, high), None if one_bias is None else plain.wide(one_bias, high)
             )
@@ -66,7 +66,7 @@ def check_gemm_reduce_scatter(
     partitions: Sequence[TokenPartition] | None = None,
 ) -> dict[str, Any]:
     """Case 2, forward: own rows of the summed output, with and without bias, contiguous and not; repeated."""
-    comparison = Comparison()
+    comparison, high = Comparison(), setting.reference_dtype
     scale = setting.features**-0.5
     weights = [setting.draw(rank, (setting.hidden, setting.features), "weight", q, scale=scale) for q in range(size)]
     bias = setting.draw(rank, (setting.hidden,), "bias")
@@ -78,14 +78,14 @@ def check_gemm_reduce_scatter(
             xs = [setting.draw(rank, (partition.total, setting.features), "x", turn, q) for q in range(size)]
             one_bias = bias if turn % 2 else None
             x = strided(xs[rank]) if turn % 3 == 1 else xs[rank]
-            with said(manager, partition, turn) as keywords:
-                y_shard = gemm_reduce_scatter(x, weights[rank], layer, one_bias, **keywords)
-                again = gemm_reduce_scatter(x, weights[rank], layer, one_bias, **keywords)
+            with said(manager, partition, turn) as explicit:
+                y_shard = gemm_reduce_scatter(x, weights[rank], layer, one_bias, partition=explicit)
+                again = gemm_reduce_scatter(x, weights[rank], layer, one_bias, partition=explicit)
             own = partition.rows(rank)
             biases = None if one_bias is None else [one_bias] * size
             twin = plain.row_linear(xs, weights, biases, partition, plain.fuses_bias(method, size))
-            high = [plain.raised(values, setting.reference_dtype) for values in (xs, weights, biases)]
-            reference = plain.row_linear(*high, partition)
+            high_biases = None if biases is None else plain.raised(biases, high)
+            reference = plain.row_linear(plain.raised(xs, high), plain.raised(weights, high), high_biases, partition)
             comparison.close("y_shard", y_shard, twin[own], reference[own])
             comparison.same("y_shard of the same call again", again, y_shard)
         _ran_as(comparison, manager, "proj_fprop", method, 2 * len(turns))
@@ -121,9 +121,9 @@ def check_bulk(
                 given = (fulls[rank] if scatters else rows[own]).clone()
                 given = (strided(given) if turn % 3 == 1 else given).requires_grad_()
                 comm = manager.get("qkv_wgrad" if scatters else "qkv_dgrad")
-                with said(manager, partition, turn) as keywords:
+                with said(manager, partition, turn) as explicit:
                     function = bulk_reduce_scatter if scatters else bulk_all_gather
-                    result, product = function(given, comm, (a, b), **keywords)
+                    result, product = function(given, comm, (a, b), partition=explicit)
                 manager.set_active_shape(partition.total % setting.capacity + 1)  # backward keeps its own
                 torch.autograd.backward([result, product], [rows[own] if scatters else fulls[rank], product_grad])
                 assert given.grad is not None, f"{comparison.where}: {label}: no gradient"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tpoverlap.nn.replicated import sync_replicated_grads
 from tpoverlap.setup import resolve_group
@@ -77,7 +78,7 @@ def _tp_and_dp_groups(rank: int, size: int, layout: str) -> tuple[Any, Any]:
         if layout == "mesh_strided":
             names, shape = ("tp", "dp"), (TP_SIZE, num_replicas)
         # A CPU mesh also where the devices are GPUs: ranks that share one have no NCCL group.
-        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         return mesh["tp"], mesh["dp"]
     step = num_replicas if layout == "strided" else 1
     first_ranks = range(num_replicas) if layout == "strided" else range(0, size, TP_SIZE)

@@ -5,7 +5,7 @@ Rank functions, as in `gemms`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -102,7 +102,8 @@ def _check_column(
     dys = [setting.draw(rank, (partition.total, setting.features), "dy", turn, q) for q in range(twins.size)]
     shard = (strided(x[own]) if turn % 3 == 1 else x[own].clone()).requires_grad_(x_trains)
     bias = None if layer.bias is None else layer.bias.detach()
-    x_high, weights_high, dys_high = plain.wide(x, twins.high), plain.raised(twins.weights, twins.high), plain.raised(dys, twins.high)
+    weights_high, dys_high = plain.raised(twins.weights, twins.high), plain.raised(dys, twins.high)
+    x_high = plain.wide(x, twins.high)
     y = _forward(layer, shard, partition, turn)
     reference = plain.linear(x_high, weights_high[rank], None if bias is None else plain.wide(bias, twins.high))
     comparison.close("y", y, plain.linear(x, twins.weights[rank], bias), reference, roundings=1)
@@ -135,8 +136,7 @@ def _check_row(
     biases = None if bias is None else [bias] * twins.size
     method = layer.comm.fprop.config.method
     twin = plain.row_linear(xs, twins.weights, biases, partition, plain.fuses_bias(method, twins.size))
-    high = [plain.raised(values, twins.high) for values in (xs, twins.weights, biases)]
-    reference = plain.row_linear(*high, partition)
+    reference = plain.row_linear(plain.raised(xs, twins.high), weights_high, _raised(biases, twins.high), partition)
     comparison.close("y_shard", y, twin[own], reference[own])
     if not _backward(comparison, y, dy[own], layer, x_trains):
         return
@@ -157,9 +157,13 @@ def _check_row(
         comparison.close("db, summed over ranks", layer.bias.grad, plain.rank_sum(shards), dy_high.sum(0))
 
 
+def _raised(biases: list[torch.Tensor] | None, dtype: torch.dtype) -> list[torch.Tensor] | None:
+    return None if biases is None else plain.raised(biases, dtype)
+
+
 def _forward(layer: Linear, x: torch.Tensor, partition: TokenPartition, turn: int) -> torch.Tensor:
-    with said(layer.manager, partition, turn) as keywords:
-        y: torch.Tensor = layer(x, **keywords)
+    with said(layer.manager, partition, turn) as explicit:
+        y: torch.Tensor = layer(x, explicit)
     layer.manager.set_active_shape(partition.total % layer.manager.capacity_shape[0] + 1)  # backward must not read it
     return y
 
@@ -197,9 +201,9 @@ def check_shared_gather(rank: int, size: int, setting: Setting, mode: str) -> di
             trained = [w[rank].clone().requires_grad_(turn % 3 != i) for i, w in enumerate(weights)]
             one_bias = bias.clone().requires_grad_()
             calls = manager.stats().get("qkv_fprop", {}).get("calls", 0)
-            with said(manager, partition, turn) as keywords:
+            with said(manager, partition, turn) as explicit:
                 outputs = all_gather_gemm(
-                    shard, trained, layer, [one_bias, None], return_gathered=True, **keywords
+                    shard, trained, layer, [one_bias, None], return_gathered=True, partition=explicit
                 )
             comparison.true("one gather", manager.stats()["qkv_fprop"]["calls"] == calls + 1)
             torch.autograd.backward(outputs, [dys[0][rank], dys[1][rank], extras[rank]])

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tpoverlap.errors import ActiveShapeError, TpOverlapError
-from tpoverlap.manager import UserBufferManager
 from tpoverlap.nn.replicated import sync_replicated_grads
 from tpoverlap.testing.conformance.comparison import Comparison
 from tpoverlap.testing.conformance.setting import Setting
@@ -85,9 +82,7 @@ def check_microbatches_1f1b(
 
 
 def _compare_parameters(comparison: Comparison, stack: Stack, twin: Twin, reference: Twin) -> None:
-    manager = stack.blocks[0].column.manager
-    assert isinstance(manager, UserBufferManager)
-    count = sync_replicated_grads(stack, manager.group)
+    count = sync_replicated_grads(stack, stack.manager.group)
     comparison.true(f"{count} replicated parameters", count == 2 * len(stack.blocks))
     for name, parameter in stack.named_parameters():
         comparison.close(f"d {name}", parameter.grad, twin.grad_of(name), reference.grad_of(name))

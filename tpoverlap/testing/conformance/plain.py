@@ -7,7 +7,7 @@ Called in the tested dtype they round where the methods round: partial sums once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -38,7 +38,8 @@ def row_linear(
     """[T, N]: the sum over ranks q of xs[q] @ weights[q].T, plus the bias, once, in the owner's partial sum.
 
     Args:
-        xs: [T, K] each. weights: [N, K] each.
+        xs: [T, K] each.
+        weights: [N, K] each.
         biases: [N] each: what each owner of rows adds (equal numbers; several tensors, so that each has a gradient).
         partition: whose rows are whose.
         fused_bias: added before the partial sum is rounded (ring_exchange), not after it (pipeline, sequential).
@@ -75,7 +76,7 @@ class _FanOut(torch.autograd.Function):
 
 def fan_out(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """``x`` for each of ``count`` column-parallel shards; the backward is their input gradient's reduce-scatter."""
-    copies: tuple[torch.Tensor, ...] = _FanOut.apply(x, count)
+    copies: tuple[torch.Tensor, ...] = _FanOut.apply(x, count)  # type: ignore[no-untyped-call]
     return copies
 
 
@@ -85,7 +86,7 @@ def input_grad(output_grads: Sequence[torch.Tensor], weights: Sequence[torch.Ten
 
 
 def weight_grad(output_grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dW [N, K] = dy [T, N].T @ x [T, K]."""
+    """Column- or row-parallel dW [N, K] = dy [T, N].T @ x [T, K]."""
     return torch.mm(output_grad.t(), x)
 
 
@@ -94,10 +95,6 @@ def wide(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return value.detach().to(dtype)
 
 
-@overload
-def raised(values: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]: ...
-@overload
-def raised(values: None, dtype: torch.dtype) -> None: ...
-def raised(values: Sequence[torch.Tensor] | None, dtype: torch.dtype) -> list[torch.Tensor] | None:
-    """`wide` of each; None stays None."""
-    return None if values is None else [wide(value, dtype) for value in values]
+def raised(values: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """`wide` of each."""
+    return [wide(value, dtype) for value in values]

@@ -48,12 +48,17 @@ class Setting:
             return torch.device("cpu")
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        # cuBLAS may add partial products in half precision, ours or the twin's, depending on the shape: far outside one
+        # rounding. Off, so that the tolerances speak of tpoverlap.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         return device
 
     def partitions(self, tp_size: int) -> list[TokenPartition]:
         """Every named T, balanced, and every named uneven partition; large and small alternate, so T jumps."""
         balanced = [TokenPartition.balanced(t, tp_size) for t in token_counts(self.capacity, tp_size).values()]
-        named = sorted({*balanced, *uneven_partitions(self.capacity, tp_size).values()}, key=lambda p: (p.total, p.counts))
+        uneven = uneven_partitions(self.capacity, tp_size).values()
+        named = sorted({*balanced, *uneven}, key=lambda partition: (partition.total, partition.counts))
         middle = len(named) // 2
         return [p for pair in zip(named[middle:], [*reversed(named[:middle]), None], strict=False) for p in pair if p]
 
@@ -79,8 +84,8 @@ class Setting:
 
 
 @contextmanager
-def said(manager: UserBufferManager, partition: TokenPartition, turn: int) -> Iterator[dict[str, TokenPartition]]:
-    """Tell ``manager`` the partition in one of the ways there are, by ``turn``; yields keyword arguments of the call.
+def said(manager: UserBufferManager, partition: TokenPartition, turn: int) -> Iterator[TokenPartition | None]:
+    """Tell ``manager`` the partition in one of the ways there are, by ``turn``; yields what to pass as ``partition=``.
 
     Where a stronger way is used, a weaker one holds another T, which must lose.
     """
@@ -88,17 +93,17 @@ def said(manager: UserBufferManager, partition: TokenPartition, turn: int) -> It
     how = turn % 4
     if how == 0:
         manager.set_active_shape(other)
-        yield {"partition": partition}
+        yield partition
     elif how == 1:
         manager.set_active_shape(other)
         with manager.microbatch(partition):
-            yield {}
+            yield None
     elif how == 2 or min(partition.counts) != max(partition.counts):
         manager.set_active_shape((partition.total, manager.capacity_shape[1]), partition)
-        yield {}
+        yield None
     else:
         manager.set_active_shape()  # equal shards: T is inferred from the input
-        yield {}
+        yield None
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ Every block uses the same two names, so all of them share buffers. The norm's we
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -51,8 +51,7 @@ class Block(torch.nn.Module):
     def __init__(self, manager: UserBufferManager, setting: Setting) -> None:
         super().__init__()
         hidden, ffn = setting.hidden, setting.features * manager.tp_size
-        where = {"device": manager.device, "dtype": setting.dtype}
-        self.norm_weight = torch.nn.Parameter(torch.ones(hidden, **where))
+        self.norm_weight = torch.nn.Parameter(torch.ones(hidden, device=manager.device, dtype=setting.dtype))
         self.norm_weight.sequence_parallel = True  # type: ignore[attr-defined]  # read by sync_replicated_grads
         self.column = Linear(hidden, ffn, parallel_mode="column", manager=manager, ub_name="fc1")
         self.row = Linear(ffn, hidden, parallel_mode="row", manager=manager, ub_name="fc2")
@@ -69,15 +68,17 @@ def _save_gelu(context: object, operation: object, *args: object, **kwargs: obje
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-RECOMPUTATIONS: Mapping[str, Callable[..., Any] | None] = MappingProxyType(
+CONTEXT_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "none": None,
         "full": checkpoint_context_fn,
         "selective": functools.partial(
             checkpoint_context_fn, functools.partial(create_selective_checkpoint_contexts, _save_gelu)
         ),
     }
 )
+
+
+RECOMPUTATIONS = ("none", *CONTEXT_FUNCTIONS)
 
 
 class Stack(torch.nn.Module):
@@ -91,6 +92,7 @@ class Stack(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList(Block(manager, setting) for _ in range(num_blocks))
+        self.manager = manager
         self.recomputation = recomputation
 
     def load(self, twin: Twin, first_block: int = 0) -> None:
@@ -105,10 +107,10 @@ class Stack(torch.nn.Module):
             if self.recomputation == "none":
                 x = block(x, partition)
             elif partition is not None or self.recomputation == "forgotten":
-                x = checkpoint(block, x, partition, use_reentrant=False)  # type: ignore[no-untyped-call]
+                x = checkpoint(block, x, partition, use_reentrant=False)
             else:
-                context_fn = RECOMPUTATIONS[self.recomputation]
-                x = checkpoint(block, x, use_reentrant=False, context_fn=context_fn)  # type: ignore[no-untyped-call]
+                context_fn = CONTEXT_FUNCTIONS[self.recomputation]
+                x = checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
         return x
 
 
@@ -179,9 +181,7 @@ class Twin:
             x = x + plain.row_linear(inner, rows, row_biases, partition, self.fused_bias)
         return x
 
-    def train(
-        self, x: torch.Tensor, dy: torch.Tensor, partition: TokenPartition
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def train(self, x: torch.Tensor, dy: torch.Tensor, partition: TokenPartition) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of one microbatch: (y, dx), [T, H] each; gradients add up in the parameters."""
         x = plain.wide(x, self.dtype).clone().requires_grad_()
         y = self.forward(x, partition)
