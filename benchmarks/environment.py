@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ def environment() -> dict[str, Any]:
     """Date, hardware, versions, commit and command of this run."""
     cuda = torch.cuda.is_available()
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
         "commit": _git("rev-parse", "--short", "HEAD"),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],

@@ -27,6 +27,15 @@ from tpoverlap.testing.conformance.gemms import check_bulk
 
 console = Console(width=110)
 Row = dict[str, Any]
+NUMBERS = (
+    (2, torch.bfloat16, 1),
+    (2, torch.float16, 2),
+    (2, torch.float32, 2),
+    (4, torch.bfloat16, 4),
+    (8, torch.bfloat16, 7),
+)
+"""Group size, dtype, and which part of the cases: shared GPUs are slow, and at most half of a case is about the dtype."""
+QUICK_NUMBERS = ((2, torch.bfloat16, 5), (4, torch.bfloat16, 10))
 RING_BOUND = 0.93
 """A ring at 8192^3 on two GPUs must take at most this part of sequential."""
 
@@ -60,12 +69,12 @@ def _setting(dtype: torch.dtype) -> conformance.Setting:
     return conformance.Setting(device="cuda", dtype=dtype, capacity=520, hidden=256, features=192)
 
 
-def _numbers(report: Report, world_size: int, dtype: torch.dtype, quick: bool) -> None:
-    """CONFORMANCE.md's cases, as the CPU tests run them."""
+def _numbers(report: Report, world_size: int, dtype: torch.dtype, every: int) -> None:
+    """CONFORMANCE.md's cases, as the CPU tests run them; each ``every``-th of them."""
     cases = conformance.all_cases(_setting(dtype), world_size)
     label = f"R={world_size} {str(dtype).removeprefix('torch.')}"
     with RankPool(world_size, device="cuda") as pool:
-        for case in cases[:: 5 if quick else 1]:
+        for case in cases[::every]:
             report.check(f"{label} {case.id}", lambda case=case: pool.run(case.check, *case.args, timeout_s=120)[0])
 
 
@@ -76,9 +85,7 @@ def _queues(report: Report, quick: bool) -> None:
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
         report.check(
             f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: bulk",
-            lambda env=env: run_ranks(
-                check_bulk, 2, setting, "bulk", device="cuda", env=env, timeout_s=120
-            )[0],
+            lambda env=env: run_ranks(check_bulk, 2, setting, "bulk", device="cuda", env=env, timeout_s=120)[0],
         )
         for scenario, error in cuda_faults.EXPECTED.items():
             report.check(
@@ -89,9 +96,7 @@ def _queues(report: Report, quick: bool) -> None:
 
 def _fault(scenario: str, error: str, env: dict[str, str | None]) -> Any:
     dead = (1,) if scenario == "die" else ()
-    results = run_ranks(
-        cuda_faults.run_scenario, 2, scenario, device="cuda", env=env, timeout_s=60, expect_dead=dead
-    )
+    results = run_ranks(cuda_faults.run_scenario, 2, scenario, device="cuda", env=env, timeout_s=60, expect_dead=dead)
     reporting = [row for row in results if row is not None and row["error"] is not None]
     wanted = 2 if scenario == "mismatch" else 1
     if len(reporting) != wanted or any(row["error"] != error or not row["poisoned"] for row in reporting):
@@ -128,7 +133,9 @@ def _costs(report: Report, quick: bool) -> None:
 
 
 def _times(report: Report, quick: bool) -> list[Row]:
-    shapes = [(8192, 8192, 8192)] if quick else [(8192, 8192, 8192), (4096, 8192, 4096), (8192, 4096, 8192), (1024, 8192, 4096)]
+    shapes = [(8192, 8192, 8192)]
+    if not quick:
+        shapes += [(4096, 8192, 4096), (8192, 4096, 8192), (1024, 8192, 4096)]
     rows = []
     with RankPool(2, device="cuda") as pool:
         for direction in ("ag", "rs"):
@@ -177,18 +184,13 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
         raise click.ClickException("no CUDA device: this script is for GPU hosts; `make test` checks the CPU")
     where = environment()
     num_gpus = torch.cuda.device_count()
-    default = Path("benchmarks/results") / f"gpu_check_{where['date'][:10]}_{num_gpus}x{where['gpus'][0].replace(' ', '-')}.json"
-    out = out or default
+    gpu = where["gpus"][0].replace(" ", "-")
+    out = out or Path("benchmarks/results") / f"gpu_check_{where['date'][:10]}_{num_gpus}x{gpu}.json"
     parts = only or ("numbers", "queues", "train", "costs", "times")
     report, times = Report(), []
     if "numbers" in parts:
-        for world_size, dtypes in (
-            (2, (torch.bfloat16,) if quick else (torch.bfloat16, torch.float16, torch.float32)),
-            (4, (torch.bfloat16,)),
-            (8, () if quick else (torch.bfloat16,)),
-        ):
-            for dtype in dtypes:
-                _numbers(report, world_size, dtype, quick)
+        for world_size, dtype, every in QUICK_NUMBERS if quick else NUMBERS:
+            _numbers(report, world_size, dtype, every)
     if "queues" in parts:
         _queues(report, quick)
     if "train" in parts:

@@ -1,6 +1,6 @@
 """README's picture from the JSON of ``tpoverlap train --compare --json F``: step time against T for three variants.
 
-    python -m benchmarks.step_time_picture out/bench.json docs/images/step_time.png
+python -m benchmarks.step_time_picture out/bench.json docs/images/step_time.png
 """
 
 from __future__ import annotations

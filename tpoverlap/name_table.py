@@ -59,7 +59,8 @@ class NameTable:
             return communicator
         if name in ROW_WGRADS:
             raise ConfigError(
-                f"{name!r} has nothing to communicate: it reuses what {name.replace('wgrad', 'dgrad')} gathered; get that"
+                f"{name!r} has nothing to communicate: it reuses what {name.replace('wgrad', 'dgrad')} gathered; "
+                "get that one"
             )
         raise ConfigError(
             f"no communicator is named {name!r}; registered: {', '.join(sorted(self._table))}. "
@@ -101,7 +102,8 @@ class NameTable:
         for gemm_name in _gemm_names(name):
             if gemm_name in KNOWN_NAMES:
                 raise ConfigError(
-                    f"{gemm_name} is one of the standard names, at width {self._width}; pick another name for another width"
+                    f"{gemm_name} is one of the standard names, at width {self._width}; "
+                    "pick another name for another width"
                 )
             if gemm_name in self._registered:
                 existing = self._table[gemm_name]

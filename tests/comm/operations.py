@@ -28,22 +28,17 @@ SCATTERS = {"pipeline_rs": "proj", "ring_rs": "fc2", "sequential_rs": "plain_rs"
 KINDS = (*GATHERS, *SCATTERS, "bulk_ag", "bulk_rs")
 
 
-def make_manager(backend: str, timeout_s: float = 30.0, group: Any = None, **options: Any) -> tpo.UserBufferManager:
+def make_manager(backend: str, timeout_s: float = 30.0, **options: Any) -> tpo.UserBufferManager:
     """A manager with every method, whose ranks may own any number of rows."""
     options = {"max_rows_per_rank": CAPACITY, "ub_cfgs": CONFIG, "dtype": torch.float32} | options
     return tpo.UserBufferManager(
-        dist.group.WORLD if group is None else group,
+        dist.group.WORLD,
         (CAPACITY, WIDTH),
         device="cpu",
         backend=backend,
         timeout_s=timeout_s,
         **options,
     )
-
-
-def own_group() -> Any:
-    """A group of all ranks that a test may break: after a time-out Gloo's connections are of no further use."""
-    return dist.new_group(list(range(dist.get_world_size())), backend="gloo")
 
 
 def integers(seed: int, *shape: int) -> torch.Tensor:
@@ -56,7 +51,8 @@ def run(mgr: tpo.UserBufferManager, kind: str, partition: TokenPartition, seed: 
     """Do one operation; returns what it gave."""
     rows = partition.rows(mgr.rank)
     if kind in GATHERS:
-        return tpo.all_gather_gemm(_x(partition, seed)[rows], _w(mgr.rank, seed, OUT), mgr.layer(GATHERS[kind]), partition=partition)
+        x_shard_t, weight = _x(partition, seed)[rows], _w(mgr.rank, seed, OUT)
+        return tpo.all_gather_gemm(x_shard_t, weight, mgr.layer(GATHERS[kind]), partition=partition)
     if kind in SCATTERS:
         x, weight = _inner(mgr.rank, partition, seed), _w2(mgr.rank, seed)
         return tpo.gemm_reduce_scatter(x, weight, mgr.layer(SCATTERS[kind], row=True), partition=partition)
@@ -97,7 +93,8 @@ def require_equal(actual: Any, wanted: Any, what: str) -> None:
             require_equal(one, other, f"{what}, result {number}")
         return
     assert actual.shape == wanted.shape, f"{what}: {list(actual.shape)} instead of {list(wanted.shape)}"
-    assert torch.equal(actual, wanted), f"{what}: {int((actual != wanted).sum())} of {wanted.numel()} elements are wrong"
+    wrong = int((actual != wanted).sum())
+    assert wrong == 0, f"{what}: {wrong} of {wanted.numel()} elements are wrong"
 
 
 def partitions(tp_size: int, count: int, seed: int = 0) -> list[TokenPartition]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,15 +24,14 @@ from tpoverlap.memory.base import CpuArena, agree
 from tpoverlap.testing import faults
 from tpoverlap.tokens import TokenPartition
 
-EXIT_CODE = 3
-
 
 class Outcome(NamedTuple):
-    """How one call ended: ``("ok", "")`` or the error's class name and text; and how long it took."""
+    """How one call ended: ``"ok"`` or the error's class name; its text; how long it took; PeerTimeoutError.peer."""
 
     error: str
     message: str
     seconds: float
+    peer: int | None = None
 
 
 def attempt(call: Callable[[], Any]) -> Outcome:
@@ -42,7 +39,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
     try:
         call()
     except Exception as error:
-        return Outcome(type(error).__name__, str(error), time.monotonic() - start)
+        return Outcome(type(error).__name__, str(error), time.monotonic() - start, getattr(error, "peer", None))
     return Outcome("ok", "", time.monotonic() - start)
 
 
@@ -63,7 +60,7 @@ def mixed(rank: int, world_size: int, backend: str, count: int) -> int:
 
 
 def timing_attack(rank: int, world_size: int, backend: str, victim: int, seed: int) -> dict[str, int]:
-    """Random delays on one rank: each stream in turn, then its transfers, then its GEMMs. Returns operations by place."""
+    """Random delays on one rank: each stream in turn, then its transfers, then its GEMMs; operations by place."""
     done: dict[str, int] = {}
     generator = random.Random(1000 * seed + rank)
 
@@ -117,7 +114,7 @@ def across_the_wrap(rank: int, world_size: int, backend: str, first_use: int, se
 
 
 def held_slot(rank: int, world_size: int, backend: str) -> list[bool]:
-    """Whether the view from ``get_buffer`` is what it should be: after its operation, the next one, and a while later."""
+    """Whether the view from ``get_buffer`` is right: after its operation, after the next one, and a while later."""
     partition = TokenPartition.balanced(30, world_size)
     with ops.make_manager(backend) as mgr:
         mgr.set_active_shape(partition=partition)
@@ -158,7 +155,7 @@ def traced(
 
 
 def gemm_against_gather(rank: int, world_size: int, backend: str, kind: str) -> list[str]:
-    """Order of the GEMM's parts, the last rank's arrival and the plain collective, seen from a rank that is not late."""
+    """Order of the GEMM's parts and the plain collective; the last rank comes 0.3 s late."""
     from tpoverlap.gemm import RowGemm
     from tpoverlap.overlap import sequential
 
@@ -177,10 +174,12 @@ def gemm_against_gather(rank: int, world_size: int, backend: str, kind: str) -> 
     partition = TokenPartition.balanced(30, world_size)
     with ops.make_manager(backend) as mgr:
         agree(mgr.group, "ready")
-        with mock.patch.object(RowGemm, "rows", seen_rows), mock.patch.object(sequential, "all_gather_rows", seen_gather):
+        with (
+            mock.patch.object(RowGemm, "rows", seen_rows),
+            mock.patch.object(sequential, "all_gather_rows", seen_gather),
+        ):
             if rank == world_size - 1:
                 time.sleep(0.3)
-                events.append("late rank starts")
             ops.run_checked(mgr, kind, partition, 0)
     return events
 
@@ -349,13 +348,16 @@ def log_messages() -> Iterator[list[str]]:
 def slow_rank(rank: int, world_size: int, backend: str, kind: str) -> list[str]:
     """Warnings of this rank while the last one comes late but not too late."""
     partition = TokenPartition.balanced(30, world_size)
-    with mock.patch.object(watchdog, "WARN_AFTER_S", 0.5), log_messages() as texts:
-        with ops.make_manager(backend, timeout_s=20) as mgr:
-            ops.run_checked(mgr, "ring_ag", partition, 0)
-            if rank == world_size - 1:
-                time.sleep(1.2)
-            ops.run_checked(mgr, kind, partition, 1)
-            ops.run_checked(mgr, "ring_ag", partition, 2)
+    with (
+        mock.patch.object(watchdog, "WARN_AFTER_S", 0.5),
+        log_messages() as texts,
+        ops.make_manager(backend, timeout_s=20) as mgr,
+    ):
+        ops.run_checked(mgr, "ring_ag", partition, 0)
+        if rank == world_size - 1:
+            time.sleep(1.2)
+        ops.run_checked(mgr, kind, partition, 1)
+        ops.run_checked(mgr, "ring_ag", partition, 2)
     return [text for text in texts if "has been in" in text]
 
 
@@ -413,13 +415,10 @@ def managers_in_turn(rank: int, world_size: int, backend: str, count: int) -> in
     return len(_own_threads())
 
 
-def exit_after_error(rank: int, world_size: int, backend: str, log: str) -> None:
-    """Ends the process as a script does after an error: close, and let the interpreter finish."""
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def error_and_close(rank: int, world_size: int, backend: str) -> str:
+    """An error while the peers wait, then close; the process ends soon afterwards."""
     mgr = ops.make_manager(backend, timeout_s=20)
-    partition = TokenPartition.balanced(30, world_size)
     with faults.raise_in_transfer(mgr, ValueError("x"), only_source=1):
-        attempt_kind(mgr, "ring_ag", partition)
+        outcome = attempt_kind(mgr, "ring_ag", TokenPartition.balanced(30, world_size))
     mgr.close()
-    raise SystemExit(EXIT_CODE)
+    return outcome.error

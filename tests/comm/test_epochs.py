@@ -16,7 +16,11 @@ from tpoverlap.errors import PeerTimeoutError, RankMismatchError
 epochs = st.one_of(st.integers(0, 1 << 40), st.integers(-5, 5).map(lambda d: (1 << 32) + d))
 LABELS = ["qkv_fprop all-gather ring_exchange", "proj_fprop reduce-scatter pipeline/4", "close", ""]
 descriptors = st.builds(
-    Descriptor, st.integers(1, 1 << 20), st.sampled_from(LABELS), st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
+    Descriptor,
+    st.integers(1, 1 << 20),
+    st.sampled_from(LABELS),
+    st.integers(0, (1 << 32) - 1),
+    st.integers(0, (1 << 64) - 1),
 )
 
 
@@ -77,11 +81,19 @@ def test_ids_and_digests_are_the_same_in_every_process() -> None:
     assert len(outputs) == 1
 
 
-@given(st.sampled_from(list(AbortReason)), st.integers(0, 1 << 40))
-def test_abort_words(reason: AbortReason, sequence: int) -> None:
-    word = reason.word(sequence)
+@given(st.sampled_from(list(AbortReason)), st.integers(0, 1 << 40), st.one_of(st.none(), st.integers(0, 254)))
+def test_abort_words(reason: AbortReason, sequence: int, culprit: int | None) -> None:
+    word = reason.word(sequence, culprit)
     assert 0 < word < 1 << 32, "it has to fit a 32-bit flag, and 0 means that nobody gave up"
-    assert AbortReason.decode(word) == (reason, sequence % (1 << 24))
+    assert AbortReason.decode(word) == (reason, sequence % (1 << 16), culprit)
+    assert AbortReason.decode(reason.word(sequence, 255)) == (reason, sequence % (1 << 16), None)
+
+
+@given(st.integers(1, 1 << 40), st.integers(-30_000, 30_000))
+def test_an_abort_word_is_about_the_nearest_operation(latest: int, distance: int) -> None:
+    diagnosis = _diagnosis({})
+    diagnosis.remember(Descriptor(latest, "qkv ag", 12, 1))
+    assert diagnosis.abort_sequence(AbortReason.ERROR.word(max(0, latest + distance))) == max(0, latest + distance)
 
 
 def _diagnosis(words: dict[tuple[int, int], tuple[int, int]]) -> Diagnosis:
@@ -123,7 +135,13 @@ def test_diagnosis_of_equal_records_shows_the_digests() -> None:
 def test_diagnosis_of_a_peer_that_gave_up() -> None:
     diagnosis = _diagnosis({})
     gave_up = diagnosis.gave_up(2, AbortReason.ERROR.word(5), "qkv ag")
-    assert isinstance(gave_up, PeerTimeoutError) and "rank 2 raised an error" in str(gave_up) and "qkv ag" in str(gave_up)
+    assert isinstance(gave_up, PeerTimeoutError) and gave_up.peer == 2
+    assert "rank 2 raised an error" in str(gave_up) and "qkv ag" in str(gave_up)
+    because = diagnosis.gave_up(2, AbortReason.ERROR.word(5, culprit=1), "qkv ag")
+    assert isinstance(because, PeerTimeoutError) and because.peer == 1, "who it started with, not who gave up"
+    assert "rank 2 lost rank 1" in str(because)
+    this_rank = diagnosis.gave_up(2, AbortReason.ERROR.word(5, culprit=0), "qkv ag")
+    assert "rank 2 gave up waiting for this rank, 0" in str(this_rank)
     assert "rank 2 closed its manager" in str(diagnosis.gave_up(2, AbortReason.CLOSED.word(5), "qkv ag"))
     assert isinstance(diagnosis.gave_up(2, AbortReason.MISMATCH.word(5), "qkv ag"), RankMismatchError)
     late = diagnosis.late(1, 7.25, "qkv ag, step 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -56,7 +57,7 @@ def _check_disjoint(transfers: Iterable[Transfer], end: int) -> None:
     """No two transfers write the same element, and none ends after element ``end``."""
     spans = sorted((t.slot_element, t.slot_element + t.num_elements) for t in transfers)
     assert all(start >= 0 for start, _ in spans)
-    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False)), spans
+    assert all(before[1] <= after[0] for before, after in pairwise(spans)), spans
     assert not spans or spans[-1][1] <= end, f"{spans[-1]} leaves a slot of {end} elements"
 
 
@@ -117,7 +118,7 @@ def test_column_splits_tile_the_width(width: int, num_splits: int) -> None:
     splits = column_splits(width, num_splits)
     assert len(splits) == min(width, num_splits)
     assert splits[0][0] == 0 and splits[-1][1] == width
-    assert all(a[1] == b[0] for a, b in zip(splits, splits[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(splits))
     sizes = [stop - start for start, stop in splits]
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
 

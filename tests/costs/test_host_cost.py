@@ -66,7 +66,7 @@ def test_first_operation(rank_pool: Callable[[int], RankPool], method: str) -> N
 
 
 def test_extra_tells_a_deferred_cost_from_noise() -> None:
-    """100 us that only a first operation pays show; the same 100 us on half of all operations do not."""
+    """100 us that only first operations pay are seen; the same noise without them is not taken for a cost."""
     noise = random.Random(3)
     base = [[noise.lognormvariate(6.0, 0.5) for _ in range(2400)] for _ in range(2)]
     quiet = [{"first": each[:1200], "repeated": each[1200:]} for each in base]

@@ -2,15 +2,20 @@
 
 from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.collectives import all_gather_rows, reduce_scatter_rows
-from tpoverlap.comm.exchange import Exchange
+from tpoverlap.comm.copier import Copier, EngineCopier
+from tpoverlap.comm.exchange import ArrivalWords, Exchange, OneSidedExchange
 from tpoverlap.comm.reduce import sum_in_rank_order
 from tpoverlap.comm.schedule import Step, Transfer, all_gather_schedule, pipeline_schedule, reduce_scatter_schedule
 from tpoverlap.comm.trace import Mark, Trace
 
 __all__ = [
+    "ArrivalWords",
     "Channel",
+    "Copier",
+    "EngineCopier",
     "Exchange",
     "Mark",
+    "OneSidedExchange",
     "Step",
     "Trace",
     "Transfer",

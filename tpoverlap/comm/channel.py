@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +35,7 @@ from tpoverlap.tokens import TokenPartition
 
 logger = logging.getLogger("tpoverlap")
 _DRAIN_S = 5.0
+T = TypeVar("T")
 
 
 @dataclass
@@ -71,6 +73,9 @@ class Channel:
         self.arenas: list[Arena] = []
         self.regions: dict[str, Region] = {}
         self.num_allocations = 0
+        self.probes: list[Callable[[], BaseException | None]] = []
+        """Asked at every `check`: what only device memory knows, such as a kernel that gave up."""
+        self._resources: dict[str, Any] = {}
         self._storages: set[int] = set()
         self._sequence = 0
         self._lock = threading.Lock()
@@ -232,6 +237,18 @@ class Channel:
         self.fault.check()
         if self._closed:
             raise NotInitializedError("this manager was closed; create a new one")
+        for probe in self.probes:
+            error = probe()
+            if error is not None:
+                self.fault.set(error)  # the watchdog tells the peers
+                self.fault.check()
+
+    def resource(self, name: str, make: Callable[[], T]) -> T:
+        """What a method keeps as long as this channel lives: made on first use. Local."""
+        if name not in self._resources:
+            self._resources[name] = make()
+        found: T = self._resources[name]
+        return found
 
     def fail(self, error: BaseException, descriptor: Descriptor) -> None:
         """An operation ended with ``error``: later calls raise, peers are told, waiters are released."""

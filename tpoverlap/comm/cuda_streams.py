@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from cuda.bindings import driver
 
+from tpoverlap.comm.epochs import wrap32
 from tpoverlap.comm.streams import Event, Stream, Work
 from tpoverlap.errors import BackendUnavailableError
+
+_WAIT_GEQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 
 
 class CudaEvent(Event):
@@ -49,6 +52,12 @@ class CudaStream(Stream):
         (status,) = driver.cuMemcpyDtoDAsync(target.data_ptr(), source.data_ptr(), size_bytes, self.handle)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise BackendUnavailableError(f"copying {size_bytes} bytes to a peer failed: {status}")
+
+    def wait_counter(self, counters: torch.Tensor, index: int, target: int) -> None:
+        address = counters.data_ptr() + index * counters.element_size()
+        (status,) = driver.cuStreamWaitValue32(self.handle, address, wrap32(target), _WAIT_GEQ)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise BackendUnavailableError(f"waiting for a counter failed: {status}; run `tpoverlap doctor`")
 
     def record(self) -> Event:
         event = torch.cuda.Event()

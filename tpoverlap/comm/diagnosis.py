@@ -15,9 +15,9 @@ _SETTLE_S = 0.25
 
 
 class AbortReason(IntEnum):
-    """Why a rank gave up; travels in its abort word::
+    """Why a rank gave up; travels in its abort word.
 
-        | sequence number of its operation (16 bit) | rank it waited for in vain, plus 1 (8 bit) | reason (8 bit) |
+    The word: sequence number of its operation (16 bit), the rank it waited for in vain plus 1 (8 bit), reason (8 bit).
     """
 
     ERROR = 1

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
+from tpoverlap.comm.copier import Copier, EngineCopier
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
@@ -29,6 +31,22 @@ _REFRESH_EVERY = 1 << 20
 """Uses of a region between two refreshes of all its arrival flags; far below the 2**31 that a flag may stay unwritten."""
 
 
+Gate = Callable[[Stream, Transfer], None]
+
+
+@dataclass(frozen=True)
+class ArrivalWords:
+    """Arrival flags of one use of a slot, for kernels: int32 at ``address``, indexed by `word`."""
+
+    address: int
+    epoch: int
+
+    @staticmethod
+    def word(source: int, piece: int) -> int:
+        """Index of the flag of ``piece`` from ``source``."""
+        return source * MAX_PIECES + piece
+
+
 class Exchange(ABC):
     """Use it as a context manager: leaving finishes the operation, leaving with an exception ends the channel.
 
@@ -36,6 +54,7 @@ class Exchange(ABC):
         steps: this rank's schedule.
         partition: rows of each rank.
         caller: the stream that the caller's tensors are ordered on.
+        copier: what moves rows into mapped peers; the copy engine unless a method sets another.
     """
 
     def __init__(
@@ -57,6 +76,7 @@ class Exchange(ABC):
         self.compute_streams = channel.compute_streams
         self.dtype = dtype
         self.hands_out_slot = epoch in region.held
+        self.copier: Copier = EngineCopier()
         self._own_copy_done: Event | None = None
         self._channel = channel
         self._region = region
@@ -66,7 +86,9 @@ class Exchange(ABC):
 
     # -- what methods call ---------------------------------------------------------------------------------------
 
-    def send(self, step: Step, source: torch.Tensor, base_row: int, ready: Event | None = None) -> None:
+    def send(
+        self, step: Step, source: torch.Tensor, base_row: int, ready: Event | None = None, gate: Gate | None = None
+    ) -> None:
         """Move this rank's rows of ``step`` to their destinations, on the comm stream.
 
         Args:
@@ -74,9 +96,11 @@ class Exchange(ABC):
             source: rows of the activation (columns of the step's split only), starting with row ``base_row``.
             base_row: the activation's row that ``source[0]`` is.
             ready: event after which ``source`` may be read; None: now, in the caller's order.
+            gate: called on the comm stream before each transfer; makes that stream wait until its rows are computed.
+                One-sided transports only.
         """
         self._comm.wait(self.caller.record() if ready is None else ready)
-        self._comm.enqueue(partial(self._explained, lambda: self._send(step, source, base_row)))
+        self._comm.enqueue(partial(self._explained, lambda: self._send(step, source, base_row, gate)))
 
     def copy_own(self, source: torch.Tensor, first_element: int) -> None:
         """Copy own rows into the local slot too, on the comm stream (for readers of the whole activation)."""
@@ -150,7 +174,7 @@ class Exchange(ABC):
         """Announce the operation. Called once, right after construction, under the channel's lock."""
 
     @abstractmethod
-    def _send(self, step: Step, source: torch.Tensor, base_row: int) -> None: ...
+    def _send(self, step: Step, source: torch.Tensor, base_row: int, gate: Gate | None) -> None: ...
 
     @abstractmethod
     def _wait(self, step: Step, stream: Stream) -> None: ...
@@ -193,7 +217,18 @@ class OneSidedExchange(Exchange):
     def _peers(self) -> list[int]:
         return [(self.rank + offset) % self.tp_size for offset in range(1, self.tp_size)]
 
-    def _send(self, step: Step, source: torch.Tensor, base_row: int) -> None:
+    def wait_entered(self, stream: Stream) -> None:
+        """``stream`` goes on once every peer is in this operation: a kernel that waits for their rows may start."""
+        stream.enqueue(lambda: [self._expect(peer, stream) for peer in self._peers()])
+
+    @property
+    def arrivals(self) -> ArrivalWords:
+        """The words that a gated kernel reads."""
+        ref = self._ref
+        offset = ref.layout.arrival_offset(ref.region, ref.slot, 0, 0)
+        return ArrivalWords(ref.arena.bytes_of(self.rank).data_ptr() + offset, self._epoch)
+
+    def _send(self, step: Step, source: torch.Tensor, base_row: int, gate: Gate | None) -> None:
         signals, comm, ref = self.signals, self._comm, self._ref
         for transfer in step.sends:
             peer = transfer.destination
@@ -201,10 +236,11 @@ class OneSidedExchange(Exchange):
             signals.wait_credit(comm, peer, ref, self._epoch - self._region.depth, what)
             if self._channel.before_copy is not None:
                 self._channel.before_copy(transfer)
+            if gate is not None:
+                gate(comm, transfer)
             rows = source[transfer.row_start - base_row : transfer.row_stop - base_row]
             target = self._region.view(peer, self._epoch, transfer.slot_element, tuple(rows.shape), self.dtype)
-            comm.copy(target, rows)
-            signals.set_arrival(comm, peer, ref, transfer.piece)
+            self.copier.push(signals, comm, target, rows, peer, ref, transfer.piece)
             self._mark(comm, "sent", transfer.step)
 
     def _wait(self, step: Step, stream: Stream) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +66,8 @@ class GlooLink:
         process with "terminate called without an active exception". Gloo has no call for this, hence a wait that
         cannot but time out.
         """
-        try:
+        with suppress(RuntimeError):
             self.receive(torch.empty(1), self._peer, _CANCEL_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
 
     def close(self) -> None:
         """Drop the connections. After the threads that use them have ended."""
@@ -100,7 +99,7 @@ class AbortBoard:
         self._seen: dict[int, tuple[int, int, int]] = {}
 
     def announce(self, word: int, record: int, digest: int) -> None:
-        """Put this rank's abort word there, with the descriptor of the operation it names (0, 0 if it never started)."""
+        """Put this rank's abort word there, with the descriptor of the operation it names (0, 0: it never started)."""
         self._store.set(str(self._rank), f"{word} {record} {digest}")
 
     def look(self, peer: int) -> tuple[int, int, int]:

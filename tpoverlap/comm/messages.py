@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpoverlap.comm.exchange import Exchange
+from tpoverlap.comm.exchange import Exchange, Gate
 from tpoverlap.comm.mailbox import SEQUENCES_WITH_OWN_TAG, Mailbox
 from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.streams import Event, HostStream, Stream
@@ -67,7 +67,8 @@ class GlooExchange(Exchange):
     def _tag(self, transfer: Transfer) -> int:
         return (self._descriptor.sequence % SEQUENCES_WITH_OWN_TAG) * MAX_PIECES + transfer.piece
 
-    def _send(self, step: Step, source: torch.Tensor, base_row: int) -> None:
+    def _send(self, step: Step, source: torch.Tensor, base_row: int, gate: Gate | None) -> None:
+        assert gate is None, "messages are not gated"
         for transfer in step.sends:
             if self._channel.before_copy is not None:
                 self._channel.before_copy(transfer)
@@ -107,7 +108,8 @@ class NcclExchange(Exchange):
         if reader is not None:
             self._comm.wait(reader)
 
-    def _send(self, step: Step, source: torch.Tensor, base_row: int) -> None:
+    def _send(self, step: Step, source: torch.Tensor, base_row: int, gate: Gate | None) -> None:
+        assert gate is None, "messages are not gated"
         self._comm.run(lambda: self._send_and_receive(step, source, base_row))
 
     def _send_and_receive(self, step: Step, source: torch.Tensor, base_row: int) -> None:

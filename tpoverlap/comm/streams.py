@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -24,10 +25,12 @@ from functools import partial
 
 import torch
 
+from tpoverlap.comm.epochs import reached
 from tpoverlap.comm.fault import Fault
 
 Work = Callable[[], object]
 _FAULT_CHECK_S = 0.05
+_POLL_S = 1e-4
 
 
 class Event(ABC):
@@ -55,6 +58,11 @@ class Stream(ABC):
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes. Call it inside `run` or `enqueue`; on the GPU it runs on a copy engine."""
+
+    @abstractmethod
+    def wait_counter(self, counters: torch.Tensor, index: int, target: int) -> None:
+        """Wait until ``counters[index]`` (int32, this device, local) has reached ``target`` (mod 2**32, cyclically).
+        Call it inside `run` or `enqueue`; on the GPU it is a stream memory operation."""
 
     @abstractmethod
     def record(self) -> Event:
@@ -110,6 +118,9 @@ class CallerStream(Stream):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
+    def wait_counter(self, counters: torch.Tensor, index: int, target: int) -> None:
+        _poll_counter(counters, index, target, self._fault)
+
     def record(self) -> Event:
         return _REACHED
 
@@ -148,6 +159,9 @@ class HostStream(Stream):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
+    def wait_counter(self, counters: torch.Tensor, index: int, target: int) -> None:
+        _poll_counter(counters, index, target, self._fault)
+
     def record(self) -> Event:
         event = HostEvent()
         self._queue.put(event)
@@ -169,6 +183,12 @@ class HostStream(Stream):
 def _run_in_inference_mode(work: Work) -> None:
     with torch.inference_mode():
         work()
+
+
+def _poll_counter(counters: torch.Tensor, index: int, target: int, fault: Fault) -> None:
+    while not reached(int(counters[index]), target):
+        fault.check()
+        time.sleep(_POLL_S)
 
 
 def _drain(work_queue: queue.SimpleQueue[Work | HostEvent | None], fault: Fault) -> None:

@@ -164,7 +164,7 @@ TE_RULES: Final[tuple[Rule, ...]] = (
          "16, cga_size 2, set_sm_margin true)",
          "write {wgrad} with the num_sm that suits it",
          "TE: names that are not written take defaults", target="te"),
-    Rule("aggregate-at-two", "config", "note",
+    Rule("aggregate-at-two", "config", "warning",
          whole(lambda c: c.tp_size == 2 and c.tp_known and c.resolved.aggregate and c.method == "ring_exchange"
                and not c.resolved.is_reduce_scatter, "aggregate"),
          "{name}.aggregate joins the chunks of two ranks, and there are only two: nothing is left to overlap",

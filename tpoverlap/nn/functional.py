@@ -136,8 +136,8 @@ def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]
             raise ActiveShapeError(f"{comm.name}: gemm operand {name} must be 2-D, got {list(operand.shape)}")
         if operand.device != comm.manager.device:
             raise ActiveShapeError(
-                f"{comm.name}: gemm operand {name} is on {operand.device}, but the manager is on {comm.manager.device}; "
-                "move it"
+                f"{comm.name}: gemm operand {name} is on {operand.device}, but the manager is on "
+                f"{comm.manager.device}; move it"
             )
     if a.shape[1] != b.shape[1] or a.dtype != b.dtype:
         raise ActiveShapeError(

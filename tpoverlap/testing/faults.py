@@ -78,7 +78,9 @@ def before_transfers(
     Args:
         mgr: whose transfers; blocks nest, the innermost acts first.
         action: what to do; what it raises ends the operation.
-        only_source, only_destination, only_step: which transfers; None: all of this rank's.
+        only_source: act on this rank alone (the source is always this rank); None: on every rank.
+        only_destination: act on transfers to this rank; None: to all.
+        only_step: act in this step of the schedule; None: in all.
         after: let that many matching ones pass first.
         times: act at most that often; None: always.
     """
@@ -146,7 +148,7 @@ def stall_in_transfer(mgr: UserBufferManager, seconds: Seconds, *, after: int = 
 def before_gemms(
     mgr: UserBufferManager, action: Callable[[Stream], None], *, only_rank: int | None = None, after: int = 0
 ) -> Iterator[None]:
-    """Call ``action(stream)`` on the GEMM's stream, inside the operation, before each GEMM but the first ``after`` ones.
+    """Call ``action(stream)`` on the GEMM's stream, inside the operation, before each GEMM but the first ``after``.
 
     Covers every method that opens an exchange, so all but ``sequential``. Patches `Exchange.run` for the block.
     """
@@ -188,7 +190,10 @@ def delay_stream(
     """Every piece of work of one stream starts late.
 
     Args:
+        mgr: whose stream.
         label: "comm", "compute0", ..., "caller" or (Gloo's receiving thread) "receive"; see `stream_labels`.
+        seconds: how late.
+        only_rank: act on this rank alone; None: on every rank.
     """
     channel = _channel(mgr)
     stream = _streams(channel)[label]
