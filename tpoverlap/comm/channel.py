@@ -84,7 +84,10 @@ class Channel:
         self._release_lock = threading.Lock()
         self._told_peers = False
         arena, layout = self._allocate(regions)
-        self.identities = agree(backend.group, ProcessIdentity.own())
+        places = agree(backend.group, (ProcessIdentity.own(), _gpu_of(backend.device)))
+        self.identities = [identity for identity, _ in places]
+        self.shares_gpu = [gpu for _, gpu in places].count(_gpu_of(backend.device)) > 1 and self.device.type == "cuda"
+        """Ranks on one GPU (tests): its copies are kernels there, so a kernel that waits for them may not fill it."""
         self.transport: Transport = make_transport(backend, arena, layout, self.fault, timeout_s)
         self.diagnosis.know("close")
         self.comm_stream: Stream = self.transport.new_stream("comm", high_priority=True)
@@ -358,6 +361,10 @@ class Channel:
                 return False
             time.sleep(0.01)
         return True
+
+
+def _gpu_of(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
 
 
 def _failure_of(work: Callable[[], object]) -> BaseException | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from cuda.bindings import driver
 
@@ -52,6 +54,9 @@ class CudaStream(Stream):
         (status,) = driver.cuMemcpyDtoDAsync(target.data_ptr(), source.data_ptr(), size_bytes, self.handle)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise BackendUnavailableError(f"copying {size_bytes} bytes to a peer failed: {status}")
+
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
 
     def wait_counter(self, counters: torch.Tensor, index: int, target: int) -> None:
         address = counters.data_ptr() + index * counters.element_size()

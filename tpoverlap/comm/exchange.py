@@ -221,6 +221,10 @@ class OneSidedExchange(Exchange):
         """``stream`` goes on once every peer is in this operation: a kernel that waits for their rows may start."""
         stream.enqueue(lambda: [self._expect(peer, stream) for peer in self._peers()])
 
+    def sent(self) -> Event:
+        """An event after everything that was sent so far."""
+        return self._comm.record()
+
     @property
     def arrivals(self) -> ArrivalWords:
         """The words that a gated kernel reads."""

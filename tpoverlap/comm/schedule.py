@@ -1,7 +1,8 @@
 """Schedules as data: which rows go from which rank to which, in which step, into which part of the slot.
 
 A schedule is a pure function of the partition, the width and the rank. Source and destination derive the same
-transfers independently, so nothing about them is ever communicated.
+transfers independently, so nothing about them is ever communicated. They are named tuples because a new T makes new
+ones, and a frozen dataclass takes ten times as long to make.
 
 Ring order: in step s = 1 .. R-1 rank r exchanges with ranks r + s and r - s, so every link carries one transfer a step
 and no rank is the target of two. Chunks go straight to whoever needs them instead of being forwarded by neighbours:
@@ -10,8 +11,8 @@ the bytes on each link are those of a ring, but no chunk waits for R - 2 hops (a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 from typing import NamedTuple
 
 from tpoverlap.memory.layout import MAX_PIECES
@@ -49,15 +50,17 @@ class Transfer(NamedTuple):  # a tuple: a new T makes many, and frozen dataclass
         return self.num_rows * (self.col_stop - self.col_start)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one rank sends and receives in one step. Transfers without rows are left out on both sides."""
+class Step(NamedTuple):
+    """What one rank sends and receives in one step. Transfers without rows are left out on both sides.
+
+    Attributes:
+        peer: the rank received from in a ring step; -1 where a step receives from all peers.
+    """
 
     index: int
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     peer: int
-    """The rank received from in a ring step; -1 where a step receives from all peers."""
 
 
 @lru_cache(maxsize=256)

@@ -21,6 +21,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -58,6 +59,10 @@ class Stream(ABC):
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes. Call it inside `run` or `enqueue`; on the GPU it runs on a copy engine."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """For a block inside `enqueue` that launches kernels: they go to this stream."""
+        return nullcontext()
 
     @abstractmethod
     def wait_counter(self, counters: torch.Tensor, index: int, target: int) -> None:

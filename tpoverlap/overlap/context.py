@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpoverlap.comm import Channel, Exchange, Step, all_gather_schedule, pipeline_schedule, reduce_scatter_schedule
+from tpoverlap.comm import Channel, Copier, Exchange, Step, all_gather_schedule, pipeline_schedule, reduce_scatter_schedule
 from tpoverlap.config import OverlapConfig
 from tpoverlap.tokens import TokenPartition
 
@@ -49,21 +49,33 @@ class OperationContext:
         """What all ranks must agree on: name, direction, method and the options that change the slot's layout."""
         return _label(self.name, direction, self.method, self.config)
 
-    def open_gather(self) -> Exchange:
-        """Start an all-gather on this operation's region."""
-        return self._open("all-gather", all_gather_schedule(self.partition, self.width, self.rank))
+    def open_gather(self, max_piece_rows: int | None = None) -> Exchange:
+        """Start an all-gather on this operation's region, its chunks cut into pieces of at most that many rows."""
+        return self._open("all-gather", all_gather_schedule(self.partition, self.width, self.rank, max_piece_rows))
 
-    def open_scatter(self) -> Exchange:
-        """Start a reduce-scatter on this operation's region."""
+    def open_scatter(self, max_piece_rows: int | None = None) -> Exchange:
+        """Start a reduce-scatter on this operation's region, its chunks cut into pieces of at most that many rows."""
         if self.method == "pipeline":
             steps = pipeline_schedule(self.partition, self.width, self.rank, self.config.num_splits)
         else:
-            steps = reduce_scatter_schedule(self.partition, self.width, self.rank)
+            steps = reduce_scatter_schedule(self.partition, self.width, self.rank, max_piece_rows)
         return self._open("reduce-scatter", steps)
 
     def _open(self, direction: str, steps: tuple[Step, ...]) -> Exchange:
         assert self.channel is not None, "nothing to exchange when R = 1"
-        return self.channel.open(self.region, self.label(direction), steps, self.partition, self.dtype)
+        copier = self._copier(self.channel)
+        exchange = self.channel.open(self.region, self.label(direction), steps, self.partition, self.dtype)
+        if copier is not None:
+            exchange.copier = copier
+        return exchange
+
+    def _copier(self, channel: Channel) -> Copier | None:
+        """None: the copy engine. Raises before any rank waits where ``use_ce: false`` cannot run."""
+        if self.config.use_ce or self.method not in ("ring_exchange", "bulk", "fused"):
+            return None
+        from tpoverlap.overlap.program_copier import program_copier
+
+        return program_copier(channel, self.config.num_sm)
 
     def nvtx_range(self, direction: str) -> AbstractContextManager[object]:
         """A profiler range on CUDA, nothing on the CPU."""
