@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -80,8 +81,8 @@ def test_a_comparison_can_fail() -> None:
 @pytest.mark.parametrize("fault", sabotage.FAULTS)
 def test_the_checks_notice(fault: str, rank_pool: Callable[[int], RankPool]) -> None:
     """Each fault is a bug that one of the hazards in shared/FACTS.md would be."""
-    with pytest.raises(RankFailure, match=sabotage.FAULTS[fault][-1]):
-        rank_pool(2).run(sabotage.run_with, fault, timeout_s=60)
+    errors = rank_pool(2).run(sabotage.run_with, fault, timeout_s=60)
+    assert any(re.search(sabotage.FAULTS[fault][-1], error) for error in errors), errors
 
 
 def test_nobody_recomputes_with_wrong_rows(rank_pool: Callable[[int], RankPool]) -> None:

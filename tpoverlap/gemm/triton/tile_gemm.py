@@ -70,7 +70,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             if N_MAJOR:
                 b_pointers += DEPTH
             else:
-                b_pointers += b_ld.to(tl.int64) * DEPTH
+                b_pointers += b_ld * DEPTH
     return total
 
 
