@@ -1,9 +1,16 @@
 """Temporary: correctness of fused on a shared GPU, then kernel times."""
-import json, os, statistics, sys, time, traceback
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+
 import torch
+
+from tests.overlap import fused_ranks as f
 from tpoverlap.testing import RankPool
 from tpoverlap.testing.conformance.setting import Setting
-from tests.overlap import fused_ranks as f
 
 OUT = os.environ.get("OUT", "/tmp")
 BUDGET = float(sys.argv[1]) if len(sys.argv) > 1 else 60
@@ -35,9 +42,9 @@ def correctness():
 
 def bench():
     from tpoverlap.gemm import PartialGemm
-    from tpoverlap.gemm.triton import RowBlock, PieceRows
-    from tpoverlap.gemm.triton.launcher import GemmLauncher, Gate, Received
-    from tpoverlap.gemm.triton.tiles import TileShape, choose_tile
+    from tpoverlap.gemm.triton import PieceRows, RowBlock
+    from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Received
+    from tpoverlap.gemm.triton.tiles import TileShape
     d = torch.device("cuda", 0)
     L0 = GemmLauncher(d, 5.0)
     flags = torch.full((256,), 5, dtype=torch.int32, device=d)

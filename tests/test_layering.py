@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # The manager's layer is several modules of the package's top level: names, communicators, shape, reports.
 PART_OF = dict.fromkeys(
-    ("active_shape", "communicator", "memory_report", "name_table", "plan", "setup", "statistics"), "manager"
+    ("active_shape", "communicator", "explanation", "memory_report", "name_table", "plan", "setup", "statistics"),
+    "manager",
 )
 LIBRARY = set(ALLOWED)
 ALLOWED |= {

@@ -66,7 +66,7 @@ class CommOverlap:
         self.registered = registered
         self.statistics = NameStatistics(max_tokens)
         self._own_shape: tuple[int, TokenPartition] | None = None
-        self._scatter_staging: torch.Tensor | None = None
+        self.scatter_staging: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.config.method}, capacity {self.get_buffer_capacity_shape()})"
@@ -124,12 +124,12 @@ class CommOverlap:
         partition = self._buffer_partition()
         rows = partition.rows(self.manager.rank) if local_chunk else slice(0, partition.total)
         if self.is_reduce_scatter:
-            if self._scatter_staging is None:
+            if self.scatter_staging is None:
                 manager = self.manager
-                self._scatter_staging = torch.empty(
+                self.scatter_staging = torch.empty(
                     self.max_tokens, self.width, dtype=manager.dtype, device=manager.device
                 )
-            return self._scatter_staging[rows]
+            return self.scatter_staging[rows]
         return self.manager.next_gather_slot(self, partition)[rows]
 
     def copy_into_buffer(self, x: torch.Tensor, local_chunk: bool = False) -> None:

@@ -17,8 +17,9 @@ from tpoverlap.config import KNOWN_NAMES, resolve
 from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import Decision, choose, method_for_use
 from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError
+from tpoverlap.explanation import explanation
 from tpoverlap.memory import select_backend
-from tpoverlap.memory_report import default_max_rows, standard_regions
+from tpoverlap.memory_report import default_max_rows, report_memory, standard_regions
 from tpoverlap.name_table import NameTable
 from tpoverlap.overlap import OperationContext, possible_labels
 from tpoverlap.plan import make_plan, pinned_methods
@@ -29,8 +30,10 @@ from tpoverlap.setup import (
     Registration,
     Settings,
     parse_capacity,
+    parse_max_rows,
     require_agreement,
     require_choice,
+    require_unquantised,
     resolve_device,
     resolve_group,
     resolve_timeout,
@@ -96,8 +99,11 @@ class UserBufferManager:
             self.dtype = dtype
             self.on_overflow = on_overflow
             self.timeout_s = resolve_timeout(timeout_s, self.group, self.device)
-            self._require_legal_arguments(backend, quantization_modes)
-            self.max_rows_per_rank = self._parse_max_rows(max_rows_per_rank, self.capacity_shape[0])
+            require_choice("dtype", dtype, DTYPES)
+            require_choice("backend", backend, BACKENDS)
+            require_choice("on_overflow", on_overflow, OVERFLOW_MODES)
+            require_unquantised(quantization_modes)
+            self.max_rows_per_rank = parse_max_rows(max_rows_per_rank, self.capacity_shape[0], self.tp_size)
             config = resolve(ub_cfgs, self.tp_size)
             self._pinned = pinned_methods(plan, self.tp_size, config)
             settings = Settings(
@@ -126,24 +132,6 @@ class UserBufferManager:
         self._log_setup()
 
     # -- set-up --------------------------------------------------------------------------------------------------
-
-    def _require_legal_arguments(self, backend: str, quantization_modes: Any) -> None:
-        require_choice("dtype", self.dtype, DTYPES)
-        require_choice("backend", backend, BACKENDS)
-        require_choice("on_overflow", self.on_overflow, OVERFLOW_MODES)
-        modes = quantization_modes if isinstance(quantization_modes, list | tuple) else [quantization_modes]
-        for mode in modes:
-            if mode is not None and str(getattr(mode, "name", mode)).lower() != "none":
-                raise ConfigError(
-                    f"quantization mode {mode!r} is not supported in this release; supported: NONE (no FP8 buffers yet)"
-                )
-
-    def _parse_max_rows(self, max_rows_per_rank: int | None, max_tokens: int) -> int:
-        if max_rows_per_rank is None:
-            return default_max_rows(max_tokens, self.tp_size)
-        if isinstance(max_rows_per_rank, bool) or not isinstance(max_rows_per_rank, int) or max_rows_per_rank < 1:
-            raise ConfigError(f"max_rows_per_rank must be a positive integer, got {max_rows_per_rank!r}")
-        return min(max_rows_per_rank, max_tokens)
 
     def _open_channel(self, backend: str) -> None:
         choice = select_backend(backend, self.group, self.device)
@@ -219,7 +207,7 @@ class UserBufferManager:
             if self.max_rows_per_rank > default_max_rows(self.capacity_shape[0], self.tp_size):
                 rows = max(rows, min(tokens, self.max_rows_per_rank))  # uneven partitions are expected here
         else:
-            rows = self._parse_max_rows(max_rows_per_rank, tokens)
+            rows = parse_max_rows(max_rows_per_rank, tokens, self.tp_size)
         return Registration(name, width, tokens, rows)
 
     # -- active shape --------------------------------------------------------------------------------------------
@@ -392,20 +380,14 @@ class UserBufferManager:
             tokens = communicator.max_tokens if num_tokens is None else num_tokens
             partition = TokenPartition.balanced(tokens, self.tp_size)
         tokens = partition.total
-        overflow = False
-        lines = []
         try:
             overflow = self._overflows(communicator, partition)
         except CapacityError as error:
-            return f"{name} at T={tokens}: CapacityError: {error}"
-        decision = self._decide(communicator, tokens, overflow=overflow)
-        size_bytes = tokens * communicator.width * self.dtype.itemsize
-        lines.append(f"{name} at T={tokens}: {decision.method} ({communicator.config.direction})")
-        lines.append(f"  chosen by: {decision.source}: {decision.reason}")
-        lines.append(f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {communicator.width}], {size_bytes} bytes")
-        lines.append(f"  backend: {self.backend_name}: {self.backend_reason}")
-        lines.extend(f"  {note.level}: {note}" for note in self._config.notes if note.name == name)
-        return "\n".join(lines)
+            return f"{name} at T={partition.total}: CapacityError: {error}"
+        decision = self._decide(communicator, partition.total, overflow=overflow)
+        notes = [note for note in self._config.notes if note.name == name]
+        backend = f"{self.backend_name}: {self.backend_reason}"
+        return explanation(communicator, partition, decision, backend, notes, self.dtype)
 
     def plan(self) -> dict[str, Any]:
         """The dispatch choices of all names: serialisable, with a hash; pin them with ``plan=``."""
@@ -427,18 +409,8 @@ class UserBufferManager:
     def memory_report(self) -> dict[str, Any]:
         """Bytes that this rank holds: registered memory by region, and the number of allocations since set-up began."""
         self.require_open()
-        channel = self.channel
-        report: dict[str, Any] = {"backend": self.backend_name, "symmetric_bytes": 0, "control_bytes": 0, "regions": {}}
-        report["allocations"] = 0 if channel is None else channel.num_allocations
-        if channel is not None:
-            report["symmetric_bytes"] = sum(arena.size_bytes for arena in channel.arenas)
-            for region in channel.regions.values():
-                report["regions"][region.name] = region.depth * region.slot_bytes
-            report["control_bytes"] = sum({id(r.arena): r.layout.control_bytes for r in channel.regions.values()}.values())
-        staging = [c._scatter_staging for c in self._names if c._scatter_staging is not None]
-        report["staging_bytes"] = sum(tensor.numel() * tensor.element_size() for tensor in staging)
-        report["transient_staging_bytes"] = self.capacity_shape[0] * self.capacity_shape[1] * self.dtype.itemsize
-        return report
+        staging = [c.scatter_staging for c in self._names if c.scatter_staging is not None]
+        return report_memory(self.channel, self.backend_name, staging, self.capacity_shape, self.dtype)
 
     # -- end of life ---------------------------------------------------------------------------------------------
 

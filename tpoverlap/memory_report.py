@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from tpoverlap.comm import Channel
 from tpoverlap.config import resolve
 from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.memory import ArenaLayout, RegionSpec
@@ -66,4 +68,30 @@ def memory_estimate(
         "regions": {spec.name: spec.depth * spec.slot_bytes for spec in layout.regions},
         "staging_bytes": capacity_tokens * width * itemsize,
         "transformer_engine_bytes": 12 * capacity_tokens * width * itemsize,
+    }
+
+
+def report_memory(
+    channel: Channel | None,
+    backend_name: str,
+    staging: Sequence[torch.Tensor],
+    capacity_shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """What a manager holds now; the keys of `memory_estimate` and, beside them, allocations and staging.
+
+    Args:
+        staging: buffers that ``get_buffer`` of reduce-scatter names has made, from torch's allocator.
+    """
+    arenas = [] if channel is None else channel.arenas
+    regions = [] if channel is None else list(channel.regions.values())
+    control_bytes = {id(region.arena): region.layout.control_bytes for region in regions}
+    return {
+        "backend": backend_name,
+        "symmetric_bytes": sum(arena.size_bytes for arena in arenas),
+        "control_bytes": sum(control_bytes.values()),
+        "regions": {region.name: region.depth * region.slot_bytes for region in regions},
+        "allocations": 0 if channel is None else channel.num_allocations,
+        "staging_bytes": sum(tensor.numel() * tensor.element_size() for tensor in staging),
+        "transient_staging_bytes": capacity_shape[0] * capacity_shape[1] * dtype.itemsize,
     }

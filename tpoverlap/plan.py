@@ -34,7 +34,7 @@ def plan_hash(plan: Mapping[str, Any]) -> str:
 
 
 def pinned_methods(plan: Mapping[str, Any] | None, tp_size: int, config: ResolvedConfig) -> dict[str, str]:
-    """name -> method of a plan passed to ``plan=``. Names that ``config`` lacks wait until they are registered.
+    """Name -> method of a plan passed to ``plan=``. Names that ``config`` lacks wait until they are registered.
 
     Raises:
         ConfigError: another version, another tp_size, a changed file, a direction that is not the configured one, or a

@@ -160,3 +160,22 @@ def require_agreement(group: ProcessGroup, settings: Agreed | Exception) -> Agre
         if any(value != own for value in values):
             raise RankMismatchError(f"ranks were given different {key}: {dict(enumerate(values))}; pass the same everywhere")
     return settings
+
+
+def parse_max_rows(max_rows_per_rank: Any, max_tokens: int, tp_size: int) -> int:
+    """The most rows of one rank: as given, or ceil(max_tokens / R), which every balanced partition fits."""
+    if max_rows_per_rank is None:
+        return -(-max_tokens // tp_size)
+    if isinstance(max_rows_per_rank, bool) or not isinstance(max_rows_per_rank, int) or max_rows_per_rank < 1:
+        raise ConfigError(f"max_rows_per_rank must be a positive integer, got {max_rows_per_rank!r}")
+    return min(max_rows_per_rank, max_tokens)
+
+
+def require_unquantised(quantization_modes: Any) -> None:
+    """Raise ConfigError for any mode but NONE."""
+    modes = quantization_modes if isinstance(quantization_modes, list | tuple) else [quantization_modes]
+    for mode in modes:
+        if mode is not None and str(getattr(mode, "name", mode)).lower() != "none":
+            raise ConfigError(
+                f"quantization mode {mode!r} is not supported in this release; supported: NONE (no FP8 buffers yet)"
+            )

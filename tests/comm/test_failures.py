@@ -28,16 +28,20 @@ NAMES = {
 }
 
 
-def _check_survivors(failures: Sequence[Failure | None], who: int, kind: str, within_s: float = SOON_S) -> None:
+def _check_survivors(
+    failures: Sequence[Failure | None], who: int, kind: str, within_s: float = SOON_S, *, may_finish: bool = False
+) -> None:
+    """``may_finish``: the failing rank had sent its rows already, so the others may notice in the next operation."""
     for rank, failure in enumerate(failures):
         if rank == who or failure is None:
             continue
-        first = failure.first
+        noticed_later = may_finish and failure.first.error == "ok"
+        first, name = (failure.again, NAMES["ring_rs"]) if noticed_later else (failure.first, NAMES[kind])
         assert first.error == "PeerTimeoutError", f"rank {rank}: {first}"
         assert first.peer == who and f"rank {who}" in first.message, f"rank {rank} blames another: {first}"
-        assert NAMES[kind] in first.message and "T=30" in first.message, first.message
+        assert name in first.message and "T=30" in first.message, first.message
         assert first.seconds < within_s, f"rank {rank} took {first.seconds:.1f} s"
-        _check_end(failure, rank)
+        _check_end(failure._replace(first=first), rank)
 
 
 def _check_end(failure: Failure, rank: int) -> None:
@@ -68,7 +72,7 @@ def _check_end(failure: Failure, rank: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_raises(rank_pool: Pools, backend: str, kind: str, where: str, world_size: int, who: int) -> None:
     failures = rank_pool(world_size).run(functions.fail_inside, backend, kind, where, who, TIMEOUT_S)
-    _check_survivors(failures, who, kind)
+    _check_survivors(failures, who, kind, may_finish=where == "gemm" and kind in ("ring_ag", "bulk_ag"))
     culprit = failures[who]
     assert "something in the model" in culprit.first.message
     assert culprit.first.error in ("ValueError", "TpOverlapError")
@@ -129,10 +133,13 @@ def test_a_rank_skips_an_operation(rank_pool: Pools, backend: str, kind: str, wo
     failures = rank_pool(world_size).run(functions.idle_then_late, backend, kind, 2.0, 3.0)
     _check_survivors(failures, who, kind, within_s=5.0)
     assert "to start it" in failures[0].first.message or "gave up" in failures[0].first.message
-    late: Outcome = failures[who].first
-    assert late.error == "PeerTimeoutError" and late.seconds < 1.5, late
+    # What the others sent before they gave up is right, so this operation may end well (run_checked compared it), but
+    # not the next one; and never a collective, which the others will not come to.
+    late: Outcome = failures[who].again if failures[who].first.error == "ok" else failures[who].first
+    assert late.error == "PeerTimeoutError" and late.seconds < 2.0, late
     assert f"this rank, {who}" in late.message, "the message must not blame a healthy rank"
-    _check_end(failures[who], who)
+    assert failures[who].first.error != "ok" or not kind.startswith("sequential")
+    assert failures[who].close.error == "ok" and failures[who].check.message == late.message
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -160,13 +167,17 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_process_ends_quietly_after_an_error(tmp_path: Path, backend: str) -> None:
-    """A thread that still waits inside Gloo would end the process with "terminate called without an active exception"."""
+    """A thread that still waits inside Gloo would end it with "terminate called without an active exception"."""
     root = Path(__file__).parent.parent.parent
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = subprocess.run(
         [sys.executable, str(script), backend],
-        env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        env={"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert run.returncode == 0 and "PeerTimeoutError" in run.stdout, run.stdout + run.stderr
     assert "terminate" not in run.stderr and "Traceback" not in run.stderr, run.stderr

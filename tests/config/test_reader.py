@@ -197,7 +197,8 @@ def test_files_that_cannot_be_read(content: bytes, message: str, tmp_path: Path)
 )
 def test_a_key_twice(content: str, blamed: tuple[str, str], lines: tuple[int, int], tmp_path: Path) -> None:
     path = write(tmp_path / "twice.yaml", content)
-    with pytest.raises(ConfigError, match=f"{path}.*'{blamed[1] or blamed[0]}' twice, in lines {lines[0]} and {lines[1]}"):
+    key = blamed[1] or blamed[0]
+    with pytest.raises(ConfigError, match=f"{path}.*'{key}' twice, in lines {lines[0]} and {lines[1]}"):
         resolve(path, 2)
     (note,) = [note for note in check(path, 2) if note.level == "error"]
     assert (note.rule, note.name, note.key, note.line) == ("duplicate-key", *blamed, lines[1])
@@ -215,7 +216,8 @@ def test_the_line_at_which_reading_ended(content: str | bytes, line: int, tmp_pa
 
 
 def test_lines_of_findings_in_a_file(tmp_path: Path) -> None:
-    text = "a: &a\n  num_sm: 0\nm:\n- ub_tp_comm_overlap_cfg:\n    fc1_fprop:\n      aggregat: 1\n    fc2_fprop: {<<: *a}\n"
+    text = "a: &a\n  num_sm: 0\n"
+    text += "m:\n- ub_tp_comm_overlap_cfg:\n    fc1_fprop:\n      aggregat: 1\n    fc2_fprop: {<<: *a}\n"
     notes = {note.rule: note.line for note in check(write(tmp_path / "c.yaml", text), 2)}
     assert notes["unknown-option"] == 6 and notes["embedded"] == 4
     assert notes["count-below-one"] == 7  # inherited: the name that inherits it is to blame

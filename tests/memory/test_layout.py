@@ -46,7 +46,7 @@ def _control_words(layout: ArenaLayout) -> list[tuple[int, int, str]]:
             for rank in ranks:
                 words.append((layout.credit_offset(region, slot, rank), WORD_BYTES, f"credit {region} {slot} {rank}"))
                 words += [
-                    (layout.arrival_offset(region, slot, rank, piece), WORD_BYTES, f"arrival {region}{slot}{rank} {piece}")
+                    (layout.arrival_offset(region, slot, rank, piece), WORD_BYTES, f"arrival {rank} {piece}")
                     for piece in range(MAX_PIECES)
                 ]
     return words

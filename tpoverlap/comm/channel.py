@@ -295,7 +295,8 @@ class Channel:
 
     def check_peers(self) -> None:
         """Raise if a peer has given up. After an error there, its streams may have sent poisoned rows for operations
-        that finished here without a complaint."""
+        that finished here without a complaint.
+        """
         self.check()
         self.transport.refresh()
         for peer in self.peers:

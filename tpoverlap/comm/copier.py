@@ -25,7 +25,8 @@ class Copier(ABC):
         piece: int,
     ) -> None:
         """In ``stream``'s order: ``target`` [t, H] = ``source``; then the arrival flag of ``piece`` in the slot of
-        rank ``destination``, with release order at system scope."""
+        rank ``destination``, with release order at system scope.
+        """
 
 
 class EngineCopier(Copier):

@@ -16,7 +16,7 @@ from tpoverlap.comm.messages import GlooExchange, NcclExchange
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step
 from tpoverlap.comm.streams import HostStream, Stream
-from tpoverlap.comm.transport import Transport
+from tpoverlap.comm.transport import Transport, require_peers
 from tpoverlap.memory.base import Backend, agree
 from tpoverlap.tokens import TokenPartition
 
@@ -67,7 +67,8 @@ class MessageTransport(Transport):
             self._receive.run(lambda: mailbox.compare_headers(descriptor))
             caller.wait(self._receive.record())
         for work, peer in zip(works, mailbox.peers, strict=True):
-            mailbox.finish(work, peer, f"{descriptor.label} (header)")
+            mailbox.finish(work, peer, f"{descriptor.label} (T={descriptor.num_tokens}, header)")
+        require_peers(self, descriptor)
 
     def refresh(self) -> None:
         for peer in self._mailbox.peers:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import NamedTuple
-from typing import NamedTuple
 
 from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.tokens import TokenPartition

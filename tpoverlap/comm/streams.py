@@ -54,7 +54,8 @@ class Stream(ABC):
     @abstractmethod
     def enqueue(self, work: Work) -> None:
         """As `run`, for work that names its stream in every call (copies and signals): cheaper on the GPU, where
-        making a stream current costs more host time than a copy does."""
+        making a stream current costs more host time than a copy does.
+        """
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -67,7 +68,8 @@ class Stream(ABC):
     @abstractmethod
     def wait_counter(self, counters: torch.Tensor, index: int, target: int) -> None:
         """Wait until ``counters[index]`` (int32, this device, local) has reached ``target`` (mod 2**32, cyclically).
-        Call it inside `run` or `enqueue`; on the GPU it is a stream memory operation."""
+        Call it inside `run` or `enqueue`; on the GPU it is a stream memory operation.
+        """
 
     @abstractmethod
     def record(self) -> Event:

@@ -100,6 +100,15 @@ class Transport(ABC):
         """Local; after the streams were closed."""
 
 
+def require_peers(transport: Transport, descriptor: Descriptor) -> None:
+    """Raise if a peer was at ``descriptor`` but has given up since: it will not come to the collective that follows."""
+    diagnosis = transport.diagnosis
+    transport.refresh()
+    for peer in range(diagnosis.tp_size):
+        if peer != diagnosis.rank and (word := transport.abort_word(peer)):
+            raise diagnosis.gave_up(peer, word, f"{descriptor.label} (T={descriptor.num_tokens})")
+
+
 class OneSidedTransport(Transport):
     """Peers' memory is mapped: copies and `Signals`."""
 
@@ -132,6 +141,8 @@ class OneSidedTransport(Transport):
                 self.signals.expect(caller, peer, descriptor)
 
         caller.enqueue(publish_and_expect)
+        if self.device.type == "cpu":
+            require_peers(self, descriptor)
 
     def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:
         self.signals.add_arena(arena, layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tpoverlap.config.claims import claims_of_comments, claims_of_name
@@ -29,7 +29,7 @@ class FileReport:
     tp_source: str
     notes: tuple[Note, ...]
     raw: RawConfig | None = None
-    surroundings: Surroundings = Surroundings()
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
     @property
     def readable(self) -> bool:

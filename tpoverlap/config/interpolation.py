@@ -72,7 +72,7 @@ def interpolate(
         value = values[key]
         if isinstance(value, Mapping):
             resolved[key] = {name: child for name, child in value.items() if not is_open(child)}
-            paths = [(key, name) for name in value if name not in resolved[key]]
+            paths: list[tuple[Any, ...]] = [(key, name) for name in value if name not in resolved[key]]
         else:
             del resolved[key]
             paths = [(key,)]

@@ -1,7 +1,7 @@
 """Every rule about a configuration, stated once: ``RULES``. ``resolve`` and ``check`` only apply the table.
 
-Here are the rules of this library; ``te_rules`` has what concerns Transformer Engine alone, ``surrounding_rules`` what a
-file says beside its options. ``target`` tells whose question a rule answers.
+Here are the rules of this library; ``te_rules`` has what concerns Transformer Engine alone, ``surrounding_rules`` what
+a file says beside its options. ``target`` tells whose question a rule answers.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def duplicates(node: Any, where: tuple[Any, ...]) -> Iterator[Duplicate]:
 def expanded_size(node: Any, limit: int) -> int:
     """How many values ``node`` holds when every alias is written out; stops counting above ``limit``.
 
-    A few lines of aliases to aliases can mean more values than memory holds; PyYAML's merge keys and OmegaConf copy them.
+    A few lines of aliases to aliases can mean more values than memory holds; merge keys and OmegaConf copy them.
     An anchor that contains itself counts once.
     """
     sizes: dict[int, int] = {}

@@ -82,7 +82,7 @@ def read_config(source: Mapping[Any, Any] | str | os.PathLike[str] | None) -> Ra
 
 
 def _read_file(path: str) -> RawConfig:
-    text = _read_text(path)
+    text = read_text(path)
     try:
         import yaml
     except ImportError as error:
@@ -123,16 +123,18 @@ def _twice(found: Duplicate, path: str, where: Path_) -> Note:
     return Note("error", "duplicate-key", name, key, message, "remove one", line=found.line)
 
 
-def _read_text(path: str) -> str:
+def read_text(path: str) -> str:
+    """The text of the file at ``path``, without its byte order mark; ConfigError names the path and the reason."""
     if "\n" in path:
         raise ConfigError(
             f"ub_cfgs is a text of several lines ({show(path)}), but a string is read as a path; "
             "pass yaml.safe_load(text)"
         )
     try:
+        mode = Path(path).expanduser().stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise OSError(None, "it is no regular file")  # a device may never end, opening a pipe never return
         with Path(path).expanduser().open("rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(None, "it is no regular file")  # a device or a pipe may never end
             content = file.read(MAX_BYTES + 1)
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: ~ without a home
         reason = getattr(error, "strerror", None) or error

@@ -24,6 +24,8 @@ SIBLING_TOPICS: Final[Mapping[str, str]] = {
     "ffn_hidden_size": "ffn",
     "num_layers": "num_layers",
 }
+_TRAINER_KEYS: Final = ("num_nodes", "devices")
+_SIZES: Final = ("num_layers", "hidden", "ffn")
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def stated_by(
             value = "fp8" if value else "bf16"  # true, or a recipe such as "hybrid"
         flag = topic in ("overlap", "sequence_parallel")
         usable = isinstance(value, bool) if flag else isinstance(value, (int, str)) and not isinstance(value, bool)
-        if topic in found or not usable or (isinstance(value, str) and topic != "precision"):
+        if topic in found or not usable or value is None or (isinstance(value, str) and topic != "precision"):
             continue
         found[topic] = Statement(value, ".".join((*prefix, key)), lines.get((*prefix, key), 0))
     return found | _derived(document, found, lines)
@@ -109,20 +111,19 @@ def _derived(
     """Nodes, GPUs and parameters: what a name often says and a training file says only together."""
     derived: dict[str, Statement] = {}
     trainer = document.get("trainer")
-    nodes, devices = (trainer.get(key) if isinstance(trainer, Mapping) else None for key in ("num_nodes", "devices"))
-    if _is_count(nodes):
+    nodes, devices = (_count(trainer.get(key)) if isinstance(trainer, Mapping) else None for key in _TRAINER_KEYS)
+    if nodes is not None:
         line = lines.get(("trainer", "num_nodes"), 0)
         derived["num_nodes"] = Statement(nodes, "trainer.num_nodes", line)
-        if _is_count(devices):
+        if devices is not None:
             derived["num_gpus"] = Statement(nodes * devices, "trainer.num_nodes x trainer.devices", line)
-    sizes = [found[topic].value if topic in found else None for topic in ("num_layers", "hidden", "ffn")]
-    if all(_is_count(size) for size in sizes):
-        layers, hidden, ffn = (int(size) for size in sizes if size is not None)
+    layers, hidden, ffn = (_count(found[topic].value) if topic in found else None for topic in _SIZES)
+    if layers is not None and hidden is not None and ffn is not None:
         line = found["hidden"].line
         where = f"num_layers {layers}, hidden_size {hidden}, ffn_hidden_size {ffn}"
         derived["params"] = Statement(layers * (4 * hidden * hidden + 2 * hidden * ffn), where, line)
     return derived
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31 else None

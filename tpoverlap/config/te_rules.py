@@ -126,8 +126,8 @@ TE_RULES: Final[tuple[Rule, ...]] = (
          "FACTS, legality", target="te"),
     Rule("te-atomic-unpaired", "config", "error",
          whole(_is_unpaired, "atomic_gemm"),
-         "{name} is an atomic ring_exchange, but {partner} is not: Transformer Engine asserts that both GEMMs of a block "
-         "are, or neither",
+         "{name} is an atomic ring_exchange, but {partner} is not: Transformer Engine asserts that both GEMMs of a "
+         "block are, or neither",
          "set atomic_gemm and method alike in {name} and {partner}",
          "FACTS, legality", target="te", words=_te_words),
     Rule("te-atomic-bulk", "config", "note",
@@ -160,8 +160,8 @@ TE_RULES: Final[tuple[Rule, ...]] = (
          "TE: read by other methods only", target="te", words=_te_words),
     Rule("te-missing-wgrad", "config", "warning",
          whole(_lacks_wgrad),
-         "{name} is bulk, but {wgrad} is not set: Transformer Engine runs it all the same, with its defaults (bulk, num_sm "
-         "16, cga_size 2, set_sm_margin true)",
+         "{name} is bulk, but {wgrad} is not set: Transformer Engine runs it all the same, with its defaults (bulk, "
+         "num_sm 16, cga_size 2, set_sm_margin true)",
          "write {wgrad} with the num_sm that suits it",
          "TE: names that are not written take defaults", target="te"),
     Rule("aggregate-at-two", "config", "warning",

@@ -104,5 +104,5 @@ class PartialGemm:
 
 
 def weight_grad(output_grad: torch.Tensor, gathered_input: torch.Tensor) -> torch.Tensor:
-    """dW [N, K] = dy [T, N]^T @ x [T, K]."""
+    """DW [N, K] = dy [T, N]^T @ x [T, K]."""
     return torch.mm(output_grad.t(), gathered_input)

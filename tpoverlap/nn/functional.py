@@ -32,7 +32,7 @@ def all_gather_gemm(
     partition: TokenPartition | None = None,
     return_gathered: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """y = all_gather(x_shard_t) @ weight.T + bias, with the gather hidden behind the GEMM. Differentiable.
+    """Y = all_gather(x_shard_t) @ weight.T + bias, with the gather hidden behind the GEMM. Differentiable.
 
     Args:
         x_shard_t: [T_r, K], this rank's rows, in the manager's dtype.

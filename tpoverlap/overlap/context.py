@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpoverlap.comm import Channel, Copier, Exchange, Step, all_gather_schedule, pipeline_schedule, reduce_scatter_schedule
+from tpoverlap.comm import (
+    Channel,
+    Copier,
+    Exchange,
+    Step,
+    all_gather_schedule,
+    pipeline_schedule,
+    reduce_scatter_schedule,
+)
 from tpoverlap.config import OverlapConfig
 from tpoverlap.tokens import TokenPartition
 

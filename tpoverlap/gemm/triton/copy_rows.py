@@ -1,6 +1,5 @@
 """``use_ce: false``: a few programs copy bytes into mapped memory, and the last one to finish sets a flag there."""
 
-# ruff: noqa: N803
 from __future__ import annotations
 
 import triton

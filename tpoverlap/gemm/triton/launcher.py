@@ -1,5 +1,6 @@
 """Launching the kernels of one device: variants, tables of tile rows, descriptors. Knows tensors, words and streams'
-order (everything goes to the current stream), and no transport."""
+order (everything goes to the current stream), and no transport.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ caller's shard instead of the slot). Integers that change with T or from call to
 for each combination of the constants, whatever T and the epoch are.
 """
 
-# ruff: noqa: N803
 from __future__ import annotations
 
 import triton
@@ -41,7 +40,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     N_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """total + a[row : row + ROWS] @ b[:, column : column + COLUMNS].
+    """Total + a[row : row + ROWS] @ b[:, column : column + COLUMNS].
 
     ``a`` [., K] and ``b`` are descriptors with TMA, else pointers; ``b`` is stored [N, K] if N_MAJOR, else [K, N].
     """

@@ -25,7 +25,8 @@ class PieceRows:
 @dataclass(frozen=True)
 class RowBlock:
     """Rows [start, stop) that are tiled together. ``pieces``: in row order, without gaps, words counting up by one;
-    empty where no word belongs to the rows."""
+    empty where no word belongs to the rows.
+    """
 
     start: int
     stop: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 import click
 
@@ -28,7 +29,7 @@ def check(
     context: click.Context,
     files: tuple[str, ...],
     tp_size: int | None,
-    dtype: str | None,
+    dtype: Literal["bf16", "fp8"] | None,
     target: str,
     notes: bool,
     as_json: bool,
@@ -40,8 +41,7 @@ def check(
     from tpoverlap.config import check_file
     from tpoverlap.tools.config.check_report import exit_code, filtered, lines_of, summary_of, to_dict
 
-    precision = "fp8" if dtype == "fp8" else "bf16" if dtype == "bf16" else None
-    reports = [filtered(check_file(path, tp_size, precision), target) for path in files]
+    reports = [filtered(check_file(path, tp_size, dtype), target) for path in files]
     code = exit_code(reports)
     if as_json:
         click.echo(json.dumps(to_dict(reports, code), indent=2))

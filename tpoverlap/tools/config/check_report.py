@@ -15,7 +15,9 @@ _QUESTIONS: Final = ("te", "tpoverlap")
 
 def filtered(report: FileReport, target: str) -> FileReport:
     """The findings that concern ``target``: "te", "tpoverlap" or "both" (all)."""
-    return replace(report, notes=tuple(note for note in report.notes if target == "both" or note.target in (target, "both")))
+    return replace(
+        report, notes=tuple(note for note in report.notes if target == "both" or note.target in (target, "both"))
+    )
 
 
 def exit_code(reports: Iterable[FileReport]) -> int:

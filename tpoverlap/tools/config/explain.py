@@ -1,4 +1,4 @@
-"""A configuration in words: for each GEMM what moves, how much, behind what, by which means, and what each line does."""
+"""A configuration in words: for each GEMM what moves, how much, behind what, by what, and what each line does."""
 
 from __future__ import annotations
 
@@ -90,8 +90,9 @@ def paragraph(one: Explained, layer: Layer, rates: Rates | None, line_of: Callab
         scale = ""
     if rates is not None and work is not None:
         yield (
-            f"  exposed  {one.drawn.exposed:.0f} us of {one.drawn.copy:.0f} us communication (GEMM {one.drawn.gemm:.0f} "
-            f"us); computed from {rates.gemm_tflops:g} TFLOP/s and {rates.link_gb_s:g} GB/s ({rates.source})"
+            f"  exposed  {one.drawn.exposed:.0f} us of {one.drawn.copy:.0f} us communication (GEMM "
+            f"{one.drawn.gemm:.0f} us); computed from {rates.gemm_tflops:g} TFLOP/s and {rates.link_gb_s:g} GB/s "
+            f"({rates.source})"
         )
 
 
@@ -139,7 +140,8 @@ def _place(line: int) -> str:
 
 
 def _value(value: OptionValue) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    words = {True: "true", False: "false", None: "null"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _size(size_bytes: int) -> str:

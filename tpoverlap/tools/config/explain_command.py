@@ -89,9 +89,7 @@ def explain(
             raise click.ClickException(f"--plot {plot_path}: {error.strerror or error}") from error
 
 
-def _load(
-    context: click.Context, source: str, tp_size: int, dtype: str
-) -> tuple[FileReport | None, ResolvedConfig]:
+def _load(context: click.Context, source: str, tp_size: int, dtype: str) -> tuple[FileReport | None, ResolvedConfig]:
     """Findings and options of a file, a preset or the defaults, with features that only later releases run."""
     from tpoverlap.config import SUPPORTED, check_file, resolve
     from tpoverlap.tools.config.presets import find_preset

@@ -13,7 +13,7 @@ from tpoverlap.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rates:
-    """``gemm_tflops``: what a GEMM of these shapes reaches on one GPU; ``link_gb_s``: what a rank sends, 1e9 bytes/s."""
+    """``gemm_tflops``: what such a GEMM reaches on one GPU; ``link_gb_s``: what a rank sends, in 1e9 bytes/s."""
 
     gemm_tflops: float
     link_gb_s: float

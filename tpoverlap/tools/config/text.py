@@ -6,7 +6,7 @@ from __future__ import annotations
 def printable(text: str) -> str:
     """``text`` on one line, with control characters and lone surrogates written out.
 
-    A quoted key can hold an escape sequence that would repaint the terminal, or half a character that cannot be encoded.
+    A quoted key can hold an escape sequence that repaints the terminal, or half a character that cannot be encoded.
     """
     if text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""When the pieces of one overlapped GEMM compute and travel, from two durations: an ideal schedule, not a measurement."""
+"""When the pieces of one overlapped GEMM compute and travel, from two durations: ideal, not measured."""
 
 from __future__ import annotations
 

@@ -1,0 +1,183 @@
+"""Run by test_interpreter.py in a process of its own, because TRITON_INTERPRET decides when Triton is imported.
+
+``python -m tests.gemm.interpreted CASE ...``; on a machine with a GPU the same cases run compiled (``--device cuda``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from tpoverlap.gemm import PartialGemm
+from tpoverlap.gemm.triton import PieceRows, RowBlock, TileShape
+from tpoverlap.gemm.triton.copy_launcher import CopyLauncher
+from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Received
+from tpoverlap.testing.numeric import assert_close_to_twin
+
+TILE = TileShape(16, 32, 32, 1, 4, group=2)
+EPOCHS = (1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32)
+"""Around both ends of a signed and of an unsigned word."""
+
+
+class Case:
+    """One device and dtype."""
+
+    def __init__(self, device: str, dtype: torch.dtype, tma: bool) -> None:
+        self.device, self.dtype, self.tma = torch.device(device), dtype, tma
+        tile = TILE if device == "cpu" else None
+        self.launcher = GemmLauncher(self.device, 20.0, tile=tile, use_tma=tma if device == "cpu" else None)
+        self.generator = torch.Generator().manual_seed(7)
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.full(shape, float("nan"), device=self.device, dtype=self.dtype)
+
+    def close(self, actual: torch.Tensor, twin: torch.Tensor, reference: torch.Tensor, what: str) -> None:
+        assert_close_to_twin(actual, twin.to(self.dtype), reference, what=f"{what} {self.dtype} tma={self.tma}")
+
+
+def arrivals(case: Case) -> None:
+    """A thread writes rows and flags, late and in order, while the kernel spins; any epoch; T not a multiple."""
+    blocks = (
+        RowBlock(45, 70, (PieceRows(128, 45, 57), PieceRows(129, 57, 70))),
+        RowBlock(0, 20, (PieceRows(0, 0, 20),)),
+    )
+    for number, epoch in enumerate(EPOCHS):
+        depth, width = ((48, 40), (33, 37), (16, 8))[number % 3]
+        x, weight, bias = case.draw(70, depth), case.draw(width, depth), case.draw(width)
+        slot, out = case.empty(70, depth), case.empty(70, width)
+        flags = torch.full((256,), _signed(epoch - 1), dtype=torch.int32)
+        late = threading.Thread(target=_arrive, args=(blocks, x, slot, flags, epoch))
+        late.start()
+        matrix = weight.t() if number % 2 else weight.t().contiguous()
+        case.launcher.gathered_rows(
+            x[20:45].contiguous(), RowBlock(20, 45), slot, blocks, matrix, bias, out, Gate(flags.data_ptr(), epoch)
+        )
+        late.join()
+        reference = x.double() @ weight.double().t() + bias.double()
+        case.close(out, torch.addmm(bias, x, weight.t()), reference, f"epoch {epoch}")
+        assert not case.launcher.gave_up
+
+
+def _arrive(
+    blocks: tuple[RowBlock, ...], x: torch.Tensor, slot: torch.Tensor, flags: torch.Tensor, epoch: int
+) -> None:
+    for block in blocks:
+        for piece in block.pieces:
+            time.sleep(0.02)
+            slot[piece.start : piece.stop] = x[piece.start : piece.stop]
+            flags[piece.word] = _signed(epoch)
+
+
+def gives_up(case: Case) -> None:
+    """A piece that never comes: the kernel ends, rows that depend on it are NaN, the error word is set."""
+    impatient = GemmLauncher(case.device, 0.02, tile=TILE, use_tma=case.tma)
+    x, weight, out = case.draw(64, 32), case.draw(32, 32), case.draw(64, 32)
+    flags = torch.zeros(8, dtype=torch.int32)
+    flags[0] = 3
+    blocks = (RowBlock(16, 64, (PieceRows(0, 16, 32), PieceRows(1, 32, 64))),)
+    impatient.gathered_rows(x[:16], RowBlock(0, 16), x, blocks, weight.t(), None, out, Gate(flags.data_ptr(), 3))
+    assert impatient.gave_up
+    assert torch.isnan(out[32:]).all(), "what was not waited for may not look like a number"
+    assert not torch.isnan(out[:16]).any(), "own rows depend on nobody"
+
+
+def counts(case: Case) -> None:
+    """Partial rows: several terms, an addend; each piece's counter ends at its number of tiles, call after call."""
+    blocks = (
+        RowBlock(30, 70, (PieceRows(64, 30, 50), PieceRows(65, 50, 70))),
+        RowBlock(0, 9, (PieceRows(0, 0, 9),)),
+    )
+    counters = torch.full((128,), (1 << 31) - 3, dtype=torch.int32, device=case.device)  # wraps to negative
+    start = counters.clone()
+    expected: dict[int, int] = {}
+    for num_terms in (1, 2, 3):
+        lefts = [case.draw(70, 24 + 8 * term) for term in range(num_terms)]
+        matrices = [case.draw(24 + 8 * term, 40) for term in range(num_terms)]
+        gemm = PartialGemm(lefts, matrices, case.draw(70, 40) if num_terms == 2 else None, case.draw(40))
+        out = case.empty(70, 40)
+        for word, tiles in case.launcher.tiles_per_word(gemm, blocks).items():
+            expected[word] = expected.get(word, 0) + tiles
+        case.launcher.partial_rows(gemm, blocks, out, counters)
+        reference = sum(left.double() @ matrix.double() for left, matrix in zip(lefts, matrices, strict=True))
+        if gemm.addend is not None:
+            reference = reference + gemm.addend.double()
+        assert isinstance(reference, torch.Tensor)
+        twin = gemm.empty(70, 40)
+        gemm.rows(0, 70, twin)
+        for block in blocks:
+            rows = slice(block.start, block.stop)
+            case.close(out[rows], twin[rows], reference[rows], f"{num_terms} terms")
+        assert torch.isnan(out[9:30]).all(), "own rows were not asked for"
+    bumped = (counters.long() - start.long()) % (1 << 32)
+    assert {word: int(bumped[word]) for word in range(128) if bumped[word]} == expected
+
+
+def adds(case: Case) -> None:
+    """Own rows: bias, addend and the peers' blocks, float32, in rank order, rounded once."""
+    for num_ranks, rank in ((2, 0), (2, 1), (3, 1), (4, 3), (4, 0)):
+        rows = RowBlock(5, 42)
+        gemm = PartialGemm([case.draw(50, 40)], [case.draw(24, 40).t()], case.draw(50, 24), case.draw(24))
+        blocks = case.draw(num_ranks - 1, 37, 24) * 100  # so that the order of additions shows
+        out = case.empty(37, 24)
+        case.launcher.own_rows(gemm, rows, out, Received(blocks.data_ptr(), rank, num_ranks))
+        own = gemm.lefts[0][5:42].float() @ gemm.matrices[0].float()
+        assert gemm.addend is not None and gemm.bias is not None
+        own = own + gemm.addend[5:42].float() + gemm.bias.float()
+        parts = [*blocks[:rank].float(), own, *blocks[rank:].float()]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        exact = sum(part.double() for part in parts)
+        assert isinstance(exact, torch.Tensor)
+        case.close(out, total.to(case.dtype), exact, f"{num_ranks} ranks, rank {rank}")
+
+
+def copies(case: Case) -> None:
+    """Copy programs: any size and alignment, the flag last, and only once the whole copy is there."""
+    launcher = CopyLauncher(case.device, 3)
+    flag = torch.zeros(4, dtype=torch.int32, device=case.device)
+    for number, size in enumerate((1, 7, 16, 4096, 100_001)):
+        source, target = case.draw(size + 1), case.empty(size + 2)
+        shift = number % 2
+        launcher.copy(target[shift : shift + size], source[:size], flag.data_ptr() + 8, EPOCHS[number])
+        assert torch.equal(target[shift : shift + size], source[:size])
+        assert torch.isnan(target[shift + size :]).all(), "wrote past the end"
+        assert flag.tolist() == [0, 0, _signed(EPOCHS[number]), 0]
+
+
+def _signed(value: int) -> int:
+    return ((value + (1 << 31)) % (1 << 32)) - (1 << 31)
+
+
+CASES: dict[str, Callable[[Case], None]] = {
+    function.__name__: function for function in (arrivals, gives_up, counts, adds, copies)
+}
+HOST_FLAGS = ("arrivals", "gives_up")
+"""Cases whose flags lie in host memory that another thread writes: on the CPU only."""
+
+
+def main() -> None:
+    """Run cases for float32 and float16 (on a GPU bfloat16 too), with and without descriptors."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dtypes = [torch.float32, torch.float16] + ([torch.bfloat16] if arguments.device == "cuda" else [])
+    for name in arguments.cases:
+        for dtype in dtypes:
+            for tma in (False, True) if arguments.device == "cpu" else (False,):
+                if arguments.device == "cpu" or name not in HOST_FLAGS:
+                    CASES[name](Case(arguments.device, dtype, tma))
+        print(f"{name} passed", flush=True)
+
+
+if __name__ == "__main__":
+    main()
