@@ -135,6 +135,9 @@ class CommOverlap:
     def copy_into_buffer(self, x: torch.Tensor, local_chunk: bool = False) -> None:
         """Copy ``x`` into `get_buffer`'s view: [T, H], or [T_r, H] when ``local_chunk``.
 
+        Peers may already be pushing their rows of the next operation into an all-gather slot: there, copy own rows only
+        (``local_chunk=True``), unless ``x`` is what the gather will give.
+
         Raises:
             ActiveShapeError: the shapes differ.
         """

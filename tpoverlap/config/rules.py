@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from tpoverlap.config.defaults import transformer_engine_config
@@ -51,7 +52,7 @@ class Case:
         """The configured method; only for rules of stage "config"."""
         return self.resolved.method
 
-    @property
+    @cached_property
     def te(self) -> OverlapConfig | None:
         """What Transformer Engine makes of the same options; None for a name that it does not have."""
         return transformer_engine_config(self.name, self.given, self.tp_size) if self.name in KNOWN_NAMES else None
@@ -84,7 +85,7 @@ class Rule:
         """What this rule says about ``case``; empty where it is content."""
         notes = []
         for key in self.keys(case):
-            words = {**_words(case, key), **self.words(case, key)}
+            words = _Words(case, key) | self.words(case, key)
             texts = self.message.format_map(words), self.remedy.format_map(words).strip()
             target = self.target(case, key) if callable(self.target) else self.target
             name, line = _plain_text(case.name), self.line(case, key)
