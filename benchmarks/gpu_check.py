@@ -32,7 +32,7 @@ NUMBERS = (
     (2, torch.float16, 2),
     (2, torch.float32, 2),
     (4, torch.bfloat16, 4),
-    (8, torch.bfloat16, 7),
+    (8, torch.bfloat16, 9),
 )
 """Group size, dtype, and which part of the cases: shared GPUs are slow, and at most half of a case is about the dtype."""
 QUICK_NUMBERS = ((2, torch.bfloat16, 5), (4, torch.bfloat16, 10))
@@ -88,6 +88,8 @@ def _queues(report: Report, quick: bool) -> None:
             lambda env=env: run_ranks(check_bulk, 2, setting, "bulk", device="cuda", env=env, timeout_s=120)[0],
         )
         for scenario, error in cuda_faults.EXPECTED.items():
+            if scenario != "mismatch" and queues != "1":
+                continue  # one queue is the hard case; the others are slow to wait for and differ by nothing else
             report.check(
                 f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: peer: {scenario}",
                 lambda env=env, scenario=scenario, error=error: _fault(scenario, error, env),
@@ -195,7 +197,7 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
         _queues(report, quick)
     if "train" in parts:
         for tp_size in (2,) if quick else (2, 4, 8):
-            _train(report, out, tp_size, 4 if quick else 8)
+            _train(report, out, tp_size, 8 if tp_size == 2 and not quick else 4)
     if "costs" in parts:
         _costs(report, quick)
     not_run = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -10,10 +11,13 @@ import psutil
 import torch
 
 import tpoverlap as tpo
+from tpoverlap import TokenPartition
+
+WARM_UP = 20
 
 
 def host_time(rank: int, world_size: int, device_type: str, repeats: int) -> dict[str, float]:
-    """Median microseconds until the call returns: AG and RS by ring, with T repeated and with a new T every time."""
+    """Median microseconds until the call returns, by ring: AG with a new T (setting it included), AG again, RS."""
     device = _device(rank, device_type)
     capacity, width = 4096, 512
     manager = tpo.UserBufferManager(None, (capacity, width), device=device)
@@ -21,29 +25,35 @@ def host_time(rank: int, world_size: int, device_type: str, repeats: int) -> dic
     back = torch.randn(width, 256, device=device, dtype=torch.bfloat16)
     inputs = torch.randn(capacity, width, device=device, dtype=torch.bfloat16)
     hidden = torch.randn(capacity, 256, device=device, dtype=torch.bfloat16)
-    samples: dict[str, list[float]] = {"set_shape_us": [], "ag_same_us": [], "ag_new_us": [], "rs_same_us": []}
+    samples: dict[str, list[float]] = {"set_shape_us": [], "ag_new_us": [], "ag_same_us": [], "rs_same_us": []}
+
+    def measured(label: str, work: Callable[[], object]) -> None:
+        begin = time.perf_counter()
+        work()
+        samples[label].append(1e6 * (time.perf_counter() - begin))
+
     with torch.no_grad():
-        for index in range(repeats + 20):
+        for index in range(repeats + WARM_UP):
             tokens = 2048 + 17 * (index % 97)
-            begin = time.perf_counter()
-            manager.set_active_shape((tokens, width))
-            shape_set = time.perf_counter()
-            own = inputs[: manager.partition.counts[rank]]  # type: ignore[union-attr]  # it was just set
-            ready = time.perf_counter()
-            tpo.all_gather_gemm(own, weight, manager.layer("qkv"))
-            first = time.perf_counter()
-            tpo.all_gather_gemm(own, weight, manager.layer("qkv"))
-            second = time.perf_counter()
-            tpo.gemm_reduce_scatter(hidden[:tokens], back, manager.layer("proj"))
-            third = time.perf_counter()
+
+            def gather(count: int = TokenPartition.balanced(tokens, world_size).counts[rank]) -> object:
+                return tpo.all_gather_gemm(inputs[:count], weight, manager.layer("qkv"))
+
+            def shape_and_gather(set_to: int = tokens) -> object:
+                manager.set_active_shape((set_to, width))
+                return gather()
+
+            # Right after the check everything is cold, for the first call whichever it is: so one goes before.
+            measured("set_shape_us", lambda: manager.set_active_shape((tokens - 1, width)))
+            tpo.all_gather_gemm(
+                inputs[: TokenPartition.balanced(tokens - 1, world_size).counts[rank]], weight, manager.layer("qkv")
+            )
+            measured("ag_new_us", shape_and_gather)
+            measured("ag_same_us", gather)
+            measured("rs_same_us", lambda: tpo.gemm_reduce_scatter(hidden[:tokens], back, manager.layer("proj")))
             manager.check()
-            if index >= 20:
-                samples["set_shape_us"].append(1e6 * (shape_set - begin))
-                samples["ag_new_us"].append(1e6 * (first - ready))
-                samples["ag_same_us"].append(1e6 * (second - first))
-                samples["rs_same_us"].append(1e6 * (third - second))
     manager.close()
-    return {label: median(values) for label, values in samples.items()}
+    return {label: median(values[WARM_UP:]) for label, values in samples.items()}
 
 
 def thousand_shapes(rank: int, world_size: int, device_type: str, count: int) -> dict[str, Any]:

@@ -22,12 +22,14 @@ OPERATIONS_A_ROUND = 4
 _GATHER_CONFIGS: dict[str, dict[str, Any]] = {
     "ring_exchange": {"method": "ring_exchange"},
     "ring_exchange aggregate": {"method": "ring_exchange", "aggregate": True},
+    "fused": {"method": "fused"},
     "sequential": {"method": "sequential"},
 }
 _SCATTER_CONFIGS: dict[str, dict[str, Any]] = {
     "ring_exchange": {"method": "ring_exchange"},
     "pipeline 2": {"method": "pipeline", "num_splits": 2},
     "pipeline 4": {"method": "pipeline", "num_splits": 4},
+    "fused": {"method": "fused"},
     "sequential": {"method": "sequential"},
 }
 

@@ -59,6 +59,8 @@ def choose(
         )
     if planned_method is not None:
         return Decision(planned_method, "plan", "pinned by plan=")
+    if config.atomic_gemm and config.method in ("ring_exchange", "pipeline", "auto"):
+        return Decision("fused", config_source, "atomic_gemm asks for one kernel whose tiles wait or signal: fused")
     if config.method == "auto":
         method = auto_method(name, is_reduce_scatter=config.is_reduce_scatter)
         return Decision(method, "default", f"method auto: no measurement is recorded here, {method} is the default")

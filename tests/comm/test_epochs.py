@@ -139,7 +139,7 @@ def test_diagnosis_of_a_peer_that_gave_up() -> None:
     assert "rank 2 raised an error" in str(gave_up) and "qkv ag" in str(gave_up)
     because = diagnosis.gave_up(2, AbortReason.ERROR.word(5, culprit=1), "qkv ag")
     assert isinstance(because, PeerTimeoutError) and because.peer == 1, "who it started with, not who gave up"
-    assert "rank 2 lost rank 1" in str(because)
+    assert "rank 2 gave up because of rank 1" in str(because)
     this_rank = diagnosis.gave_up(2, AbortReason.ERROR.word(5, culprit=0), "qkv ag")
     assert "rank 2 gave up waiting for this rank, 0" in str(this_rank)
     assert "rank 2 closed its manager" in str(diagnosis.gave_up(2, AbortReason.CLOSED.word(5), "qkv ag"))

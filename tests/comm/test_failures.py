@@ -121,7 +121,7 @@ def test_a_rank_stalls_inside(rank_pool: Pools, backend: str, kind: str, world_s
     failures = rank_pool(world_size).run(functions.fail_inside, backend, kind, "stall", who, 2.0)
     _check_survivors(failures, who, kind, within_s=5.0)
     assert all(failure.first.seconds > 1.9 for failure in failures), "before the time-out it may still come"
-    assert "timeout_s=2" in failures[0].first.message
+    assert any("timeout_s=2" in failure.first.message for failure in failures), "the first one says why"
     assert failures[who].first.error == "PeerTimeoutError" and failures[who].again.error == "PeerTimeoutError"
 
 

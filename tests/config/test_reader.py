@@ -242,7 +242,7 @@ def test_aliases_that_stand_for_more_than_memory_holds(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_large_or_no_regular_file(tmp_path: Path) -> None:
-    (tmp_path / "large.yaml").write_bytes(b"#" * (4 * 2**20 + 1))
+    (tmp_path / "large.yaml").write_bytes(b"#" * (2**18 + 1))
     with pytest.raises(ConfigError, match="larger than"):
         resolve(tmp_path / "large.yaml", 2)
     with pytest.raises(ConfigError, match="no regular file"):

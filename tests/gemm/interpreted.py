@@ -139,6 +139,32 @@ def adds(case: Case) -> None:
         case.close(out, total.to(case.dtype), exact, f"{num_ranks} ranks, rank {rank}")
 
 
+def adds_late(case: Case) -> None:
+    """The peers' blocks come while the kernel multiplies: each tile waits for its pieces of every source."""
+    num_ranks, rank, words = 3, 1, 8
+    rows = RowBlock(10, 50, (PieceRows(0, 10, 33), PieceRows(1, 33, 50)))
+    gemm = PartialGemm([case.draw(60, 40)], [case.draw(24, 40).t()])
+    sent, slot, out = case.draw(2, 40, 24), case.empty(2, 40, 24), case.empty(40, 24)
+    flags = torch.zeros(num_ranks * words, dtype=torch.int32)
+
+    def arrive() -> None:
+        for index, source in ((1, 2), (0, 0)):
+            for piece in rows.pieces:
+                time.sleep(0.03)
+                part = slice(piece.start - 10, piece.stop - 10)
+                slot[index, part] = sent[index, part]
+                flags[source * words + piece.word] = 9
+
+    late = threading.Thread(target=arrive)
+    late.start()
+    received = Received(slot.data_ptr(), rank, num_ranks, Gate(flags.data_ptr(), 9), words)
+    case.launcher.own_rows(gemm, rows, out, received)
+    late.join()
+    own = gemm.lefts[0][10:50].float() @ gemm.matrices[0].float()
+    exact = sent[0].double() + gemm.lefts[0][10:50].double() @ gemm.matrices[0].double() + sent[1].double()
+    case.close(out, sent[0].float() + own + sent[1].float(), exact, "late blocks")
+
+
 def copies(case: Case) -> None:
     """Copy programs: any size and alignment, the flag last, and only once the whole copy is there."""
     launcher = CopyLauncher(case.device, 3)
@@ -157,9 +183,9 @@ def _signed(value: int) -> int:
 
 
 CASES: dict[str, Callable[[Case], None]] = {
-    function.__name__: function for function in (arrivals, gives_up, counts, adds, copies)
+    function.__name__: function for function in (arrivals, gives_up, counts, adds, adds_late, copies)
 }
-HOST_FLAGS = ("arrivals", "gives_up")
+HOST_FLAGS = ("arrivals", "gives_up", "adds_late")
 """Cases whose flags lie in host memory that another thread writes: on the CPU only."""
 
 

@@ -36,7 +36,7 @@ def run_cases(*arguments: str, interpret: bool = True) -> str:
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("case", ["arrivals", "gives_up", "counts", "adds", "copies"])
+@pytest.mark.parametrize("case", ["arrivals", "gives_up", "counts", "adds", "adds_late", "copies"])
 def test_in_the_interpreter(case: str) -> None:
     assert f"{case} passed" in run_cases(case)
 

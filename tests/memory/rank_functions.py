@@ -199,26 +199,27 @@ def _poll(condition: Callable[[], bool], within_s: float = 10.0) -> None:
 
 def hold(rank: int, world_size: int, die: bool) -> dict[str, Any]:
     """What is mapped, and which of it still has a name, while an arena is in use; the last rank may be killed then."""
+    before = _mapped_files()  # of an earlier test that failed, say
     arena = SharedMemoryBackend(dist.group.WORLD, torch.device("cpu")).allocate(10 * mmap.PAGESIZE)
     arena.bytes_of(rank).fill_(3)
     agree(dist.group.WORLD, None)
-    mapped = _mapped_files()
+    mapped = sorted(_mapped_files() - before)
     agree(dist.group.WORLD, None)
     if die and rank == world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     named = [path for path in mapped if os.path.exists(path)]
     arena.close()
-    return {"mapped": mapped, "named": named, "after_close": _mapped_files()}
+    return {"mapped": mapped, "named": named, "after_close": sorted(_mapped_files() - before)}
 
 
-def _mapped_files() -> list[str]:
+def _mapped_files() -> set[str]:
     """Files of the shared backend that this process maps, by the name they have or had."""
     paths = set()
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             if f"{SHM_DIRECTORY}/tpoverlap-" in line:
                 paths.add(line.split(maxsplit=5)[5].strip().removesuffix(" (deleted)"))
-    return sorted(paths)
+    return paths
 
 
 def allocate_too_much(rank: int, world_size: int, size_bytes: int, only_rank: int | None) -> tuple[str, str, list[str]]:

@@ -144,8 +144,9 @@ class Diagnosis:
             )
         if culprit is not None and culprit != peer:
             return blame(
-                culprit, f"rank {peer} lost rank {culprit} and gave up while rank {self.rank} waited: {what}. "
-                f"Rank {culprit} is stuck, dead, or slower than timeout_s={self.timeout_s:g}"
+                culprit,
+                f"rank {peer} gave up because of rank {culprit} while rank {self.rank} waited: {what}. "
+                f"Rank {culprit} raised an error, closed its manager, died or hangs; its own log has the cause",
             )
         did = "closed its manager" if reason is AbortReason.CLOSED else "raised an error and gave up"
         return blame(

@@ -27,6 +27,8 @@ from tpoverlap.tokens import TokenPartition
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
+COMPUTED_PIECE = MAX_PIECES - 1
+"""Its arrival flag carries no data; methods that use it have fewer pieces."""
 _REFRESH_EVERY = 1 << 20
 """Uses of a region between two refreshes of all its arrival flags; far below the 2**31 that a flag may stay unwritten."""
 
@@ -219,7 +221,24 @@ class OneSidedExchange(Exchange):
 
     def wait_entered(self, stream: Stream) -> None:
         """``stream`` goes on once every peer is in this operation: a kernel that waits for their rows may start."""
-        stream.enqueue(lambda: [self._expect(peer, stream) for peer in self._peers()])
+        stream.enqueue(lambda: self._expect_all(stream))
+
+    def announce_computed(self, transfer: Transfer) -> None:
+        """From the gate of the last transfer to a destination: all its rows are computed, only copies are left."""
+        self.signals.set_arrival(self._comm, transfer.destination, self._ref, COMPUTED_PIECE)
+
+    def wait_computed(self, stream: Stream) -> None:
+        """``stream`` goes on once every peer in this operation has computed what it sends here: a kernel that waits for
+        the rows themselves then waits for nothing that needs a multiprocessor of a peer."""
+
+        def wait() -> None:
+            for step in self.steps:
+                for transfer in step.receives[-1:]:
+                    self._expect(transfer.source, stream)
+                    what = self._describe(transfer) + " (to be computed)"
+                    self.signals.wait_arrival(stream, transfer.source, self._ref, COMPUTED_PIECE, what)
+
+        stream.enqueue(wait)
 
     def sent(self) -> Event:
         """An event after everything that was sent so far."""
@@ -256,6 +275,10 @@ class OneSidedExchange(Exchange):
             signals.wait_arrival(stream, transfer.source, self._ref, transfer.piece, self._describe(transfer))
             self._mark(stream, "arrived", transfer.step)
 
+    def _expect_all(self, stream: Stream) -> None:
+        for peer in self._peers():
+            self._expect(peer, stream)
+
     def _expect(self, peer: int, stream: Stream) -> None:
         if peer not in self._expected:
             self._expected.add(peer)
@@ -264,7 +287,7 @@ class OneSidedExchange(Exchange):
     def _finish(self) -> None:
         if self._epoch % _REFRESH_EVERY < self._region.depth:
             self._comm.enqueue(self._refresh_flags)
-        self.caller.enqueue(lambda: [self._expect(peer, self.caller) for peer in self._peers()])
+        self.caller.enqueue(lambda: self._expect_all(self.caller))
         self.caller.wait(self._comm.record())
         self._region.last_reader[self._ref.slot] = self.caller.record()
         if self._epoch not in self._region.held:

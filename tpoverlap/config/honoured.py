@@ -1,4 +1,4 @@
-"""Which option keys each method really reads here. The others are accepted and reported, never silently dropped.
+"""Which option keys each method really reads, here and in Transformer Engine. Keys not read are accepted and reported.
 
 Whoever makes a method read one more key adds it here; the notes, ``explain`` and the tests follow.
 """
@@ -16,17 +16,21 @@ _ALWAYS: Final = frozenset({"method", "is_reduce_scatter"})
 _EXTRAS: Final = frozenset({"set_sm_margin", "aggregate", "atomic_gemm", "fp8_buf", "pipeline_rs_overlap_first_gemm"})
 
 # Copy blocks on multiprocessors exist only where the copy engine is switched off.
-_COPY_BLOCKS: Final = frozenset({"num_sm", "set_sm_margin"})
-_COPY_CHOICE_METHODS: Final = ("ring_exchange", "bulk", "auto")
+# Only a kernel of ours can leave multiprocessors to them: cuBLAS takes all.
+_COPY_BLOCKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "num_sm": ("ring_exchange", "bulk", "fused", "auto"),
+    "set_sm_margin": ("fused",),
+}
 
 HONOURED: Final[Mapping[str, frozenset[str]]] = {
     # num_splits: the ring forces it to tp_size, which is a finding of its own
-    "ring_exchange": _ALWAYS | {"use_ce", "aggregate", "num_splits"},
-    "pipeline": _ALWAYS | {"num_splits", "num_max_streams"},
+    # atomic_gemm: selects fused
+    "ring_exchange": _ALWAYS | {"use_ce", "aggregate", "num_splits", "atomic_gemm"},
+    "pipeline": _ALWAYS | {"num_splits", "num_max_streams", "atomic_gemm"},
     "bulk": _ALWAYS | {"use_ce"},
-    "fused": _ALWAYS | {"num_splits"},
+    "fused": _ALWAYS | {"use_ce", "num_splits", "atomic_gemm"},
     "sequential": _ALWAYS,
-    "auto": _ALWAYS | {"use_ce", "aggregate", "num_splits", "num_max_streams"},  # what any choice of it may read
+    "auto": _ALWAYS | {"use_ce", "aggregate", "num_splits", "num_max_streams", "atomic_gemm"},  # what any choice of it may read
     "external": _ALWAYS,
 }
 
@@ -37,7 +41,7 @@ _BECAUSE: Final[Mapping[str, str]] = {
     "num_splits": "only pipeline cuts the GEMM in splits",
     "aggregate": "only a ring_exchange all-gather can double its chunk",
     "atomic_gemm": "it has no tile-by-tile form",
-    "use_ce": "only ring_exchange and bulk choose between the copy engine and copy blocks",
+    "use_ce": "only ring_exchange, bulk and fused choose between the copy engine and copy blocks",
     "fp8_buf": "it is about FP8 buffers, and these buffers are not FP8",
     "comm_priority": "the copies of all names share one stream of high priority",
     "gemm_priority": "GEMMs run on the caller's stream, and on streams of normal priority beside it",
@@ -53,7 +57,7 @@ def is_honoured(config: OverlapConfig, key: str, fp8: bool = False) -> bool:
     if key == "fp8_buf":
         return fp8
     if key in _COPY_BLOCKS:
-        return config.method in _COPY_CHOICE_METHODS and not config.use_ce
+        return config.method in _COPY_BLOCKS[key] and not config.use_ce
     if key == "aggregate" and config.is_reduce_scatter:
         return False
     return key in HONOURED[config.method]
@@ -63,4 +67,25 @@ def why_ignored(config: OverlapConfig, key: str) -> str:
     """One clause: why the method of ``config`` does not read ``key``."""
     if config.method == "sequential" and key != "fp8_buf":
         return "sequential overlaps nothing"
+    if key == "set_sm_margin" and not config.use_ce:
+        return "its GEMM is cuBLAS's, which takes every multiprocessor; only method fused can leave some free"
     return _BECAUSE[key]
+
+
+def is_idle_in_te(config: OverlapConfig, key: str) -> bool:
+    """Whether ``key`` does nothing in Transformer Engine, for which ``config`` has the defaults filled in."""
+    ring = config.method == "ring_exchange"
+    match key:
+        case "cga_size":
+            return ring and config.use_ce
+        case "num_sm":
+            return ring and config.use_ce and not config.set_sm_margin
+        case "aggregate":
+            return config.aggregate and not (ring and not config.is_reduce_scatter)
+        case "num_splits":
+            return config.method == "bulk"
+        case "use_ce":
+            return not ring and config.use_ce is False
+        case "pipeline_rs_overlap_first_gemm":
+            return config.pipeline_rs_overlap_first_gemm and config.method != "pipeline"
+    return False

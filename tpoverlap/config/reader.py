@@ -20,8 +20,8 @@ from tpoverlap.errors import ConfigError
 EMBEDDED_KEY: Final = "ub_tp_comm_overlap_cfg"
 """Where NeMo's training files keep the overlap options, usually below ``model``."""
 
-MAX_BYTES: Final = 4 * 2**20
-"""The largest file that is read: published ones have at most 12 KiB, and YAML is parsed at about 1 MB a second."""
+MAX_BYTES: Final = 2**18
+"""The largest file that is read: published ones have at most 12 KiB, and parsing this much can take seconds."""
 
 MAX_VALUES: Final = 200_000
 """The most values that a document may hold once its aliases are written out."""
@@ -100,8 +100,9 @@ def _read_file(path: str) -> RawConfig:
             raise
         # SafeLoader raises ValueError for an impossible date or number
         mark = getattr(error, "problem_mark", None)
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
         raise UnreadableError(
-            f"{path} is not a YAML file that can be read: {error or 'nested too deep'}; correct the file",
+            f"{path} is not a YAML file that can be read: {reason}; correct the file",
             0 if mark is None else mark.line + 1,
         ) from error
     if document is None:

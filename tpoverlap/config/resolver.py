@@ -65,6 +65,8 @@ def check(
 ) -> tuple[Note, ...]:
     """Every finding about a configuration, errors included, without raising for any of them.
 
+    Errors with target "te" concern Transformer Engine alone; ``resolve`` accepts what has no others.
+
     Raises:
         ConfigError: tp_size is no positive whole number.
     """

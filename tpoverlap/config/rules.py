@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from tpoverlap.config.defaults import transformer_engine_config
-from tpoverlap.config.honoured import is_honoured, why_ignored
+from tpoverlap.config.honoured import is_honoured, is_idle_in_te, why_ignored
 from tpoverlap.config.names import KNOWN_NAMES, nearest, nearest_name, sibling
 from tpoverlap.config.notes import Level, Note, Target
 from tpoverlap.config.options import METHODS, OPTION_KEYS, OPTION_KINDS, OverlapConfig
@@ -85,7 +85,7 @@ class Rule:
         """What this rule says about ``case``; empty where it is content."""
         notes = []
         for key in self.keys(case):
-            words = _Words(case, key) | self.words(case, key)
+            words = _Words(_words(case, key), **self.words(case, key))
             texts = self.message.format_map(words), self.remedy.format_map(words).strip()
             target = self.target(case, key) if callable(self.target) else self.target
             name, line = _plain_text(case.name), self.line(case, key)
@@ -111,28 +111,41 @@ def whole(predicate: Callable[[Case], bool], key: str = "") -> Callable[[Case], 
 
 
 def te_differences(case: Case) -> list[str]:
-    """Keys left to their defaults which Transformer Engine would fill differently, as text."""
+    """Keys left to their defaults which Transformer Engine would fill differently, and read, as text."""
     if case.name not in KNOWN_NAMES or case.given.get("method") not in ("ring_exchange", "pipeline", "bulk"):
         return []
     ours, theirs = case.resolved, transformer_engine_config(case.name, case.given, case.tp_size)
-    keys = (key for key in OPTION_KEYS if key not in case.given and getattr(ours, key) != getattr(theirs, key))
+    unsaid = (key for key in OPTION_KEYS if key not in case.given and not is_idle_in_te(theirs, key))
+    keys = (key for key in unsaid if getattr(ours, key) != getattr(theirs, key))
     return [f"{key} {getattr(theirs, key)} (here {getattr(ours, key)})" for key in keys]
+
+
+class _Words(dict[str, Any]):
+    """Words of a template; the nearest legal ones, which take long to find, are looked for only where one is named."""
+
+    def __missing__(self, word: str) -> str:
+        wrong = self["wrong"]
+        if word == "did_you_mean_key":
+            return _did_you_mean(nearest(wrong["key"], OPTION_KEYS))
+        if word == "did_you_mean_method":
+            return _did_you_mean(nearest(wrong["value"], METHODS))
+        if word == "did_you_mean_name":
+            return _did_you_mean(nearest_name(wrong["name"]))
+        raise KeyError(word)
 
 
 def _words(case: Case, key: Any) -> dict[str, Any]:
     """Everything that a template may name."""
     given = case.given if isinstance(case.given, Mapping) else {}
     value = given.get(key)
-    words = {
+    words: dict[str, Any] = {
         "name": case.name[:80] if isinstance(case.name, str) else show(case.name),
         "key": key[:80] if isinstance(key, str) else show(key),
         "value": show(value),
         "given": show(case.given),
         "tp_size": case.tp_size,
         "kind": OPTION_KINDS[key].value if key in OPTION_KINDS else "",
-        "did_you_mean_key": _did_you_mean(nearest(_plain_text(key), OPTION_KEYS)),
-        "did_you_mean_method": _did_you_mean(nearest(_plain_text(value), METHODS)),
-        "did_you_mean_name": _did_you_mean(nearest_name(case.name) if isinstance(case.name, str) else None),
+        "wrong": {text: _plain_text(it) for text, it in (("name", case.name), ("key", key), ("value", value))},
         "legal_keys": ", ".join(OPTION_KEYS),
         "legal_methods": ", ".join(METHODS),
         "supported_methods": ", ".join(method for method in METHODS if method in case.supported),

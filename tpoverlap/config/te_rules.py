@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from tpoverlap.config.honoured import is_honoured, is_idle_in_te
 from tpoverlap.config.names import COLUMN_DGRADS, KNOWN_NAMES, sibling
-from tpoverlap.config.options import OverlapConfig
 from tpoverlap.config.rules import Case, Rule, whole
 
 METHODS_OF_TE: Final = ("ring_exchange", "pipeline", "bulk", "external")
@@ -23,7 +23,7 @@ _PARTNERS: Final[Mapping[str, str]] = {
 def ignored_by_te(case: Case) -> tuple[str, ...]:
     """Written keys which do nothing in Transformer Engine under the method that it would take."""
     config = case.te
-    return () if config is None else tuple(key for key in case.given if _does_nothing(config, key))
+    return () if config is None else tuple(key for key in case.given if is_idle_in_te(config, key))
 
 
 def te_launches_copy_blocks(case: Case) -> bool:
@@ -32,27 +32,7 @@ def te_launches_copy_blocks(case: Case) -> bool:
     return config is not None and (config.method in ("pipeline", "bulk") or not config.use_ce)
 
 
-def _does_nothing(config: OverlapConfig, key: str) -> bool:
-    ring = config.method == "ring_exchange"
-    match key:
-        case "cga_size":
-            return ring and config.use_ce
-        case "num_sm":
-            return ring and config.use_ce and not config.set_sm_margin
-        case "aggregate":
-            return config.aggregate and not (ring and not config.is_reduce_scatter)
-        case "num_splits":
-            return config.method == "bulk"
-        case "use_ce":
-            return not ring and config.use_ce is False
-        case "pipeline_rs_overlap_first_gemm":
-            return config.pipeline_rs_overlap_first_gemm and config.method != "pipeline"
-    return False
-
-
 def _ignored_there_alone(case: Case) -> Iterator[str]:
-    from tpoverlap.config.honoured import is_honoured
-
     yield from (key for key in ignored_by_te(case) if is_honoured(case.resolved, key, case.fp8))
 
 
@@ -158,11 +138,11 @@ TE_RULES: Final[tuple[Rule, ...]] = (
          "{name}.{key} {value} does nothing in Transformer Engine under method {te_now!r}",
          "keep it for tpoverlap, or remove it",
          "TE: read by other methods only", target="te", words=_te_words),
-    Rule("te-missing-wgrad", "config", "warning",
+    Rule("te-missing-wgrad", "config", "note",
          whole(_lacks_wgrad),
          "{name} is bulk, but {wgrad} is not set: Transformer Engine runs it all the same, with its defaults (bulk, "
          "num_sm 16, cga_size 2, set_sm_margin true)",
-         "write {wgrad} with the num_sm that suits it",
+         "write {wgrad} with the num_sm that suits it; where the weights are frozen (LoRA) it never runs",
          "TE: names that are not written take defaults", target="te"),
     Rule("aggregate-at-two", "config", "warning",
          whole(lambda c: c.tp_size == 2 and c.tp_known and c.resolved.aggregate and c.method == "ring_exchange"

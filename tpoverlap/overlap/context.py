@@ -95,7 +95,7 @@ class OperationContext:
 def possible_labels(name: str, config: OverlapConfig) -> Iterator[str]:
     """Every label that operations of ``name`` can have: how a peer's operation gets its name in an error."""
     for direction in ("all-gather", "reduce-scatter"):
-        for method in ("ring_exchange", "pipeline", "bulk", "sequential"):
+        for method in ("ring_exchange", "pipeline", "bulk", "fused", "sequential"):
             yield _label(name, direction, method, config)
 
 

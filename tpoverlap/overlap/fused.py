@@ -5,18 +5,20 @@
     all-gather, rank r:      comm   | own rows -> r-1, piece by piece | -> r-2 | ...           (copy engine)
                              caller | peers in? | one kernel: own rows | r+1's, as pieces arrive | r+2's | ...
 
-    reduce-scatter, rank r:  caller | kernel: r+1's rows | r+2's rows | ... | arrived? | kernel: own rows + what arrived
+    reduce-scatter, rank r:  caller | kernel: r+1's rows | r+2's rows | ... | computed? | kernel: own rows + what arrived
                              comm          | piece counted -> r+1 | ...                        (copy engine)
 
 Deadlock (docs/protocol.md): the gather's kernel may fill the GPU, so it starts only when every peer has entered the
-operation, and then waits for nothing but copies that were enqueued before. The scatter's kernels wait for nothing
-inside: its second one starts after a stream-side wait, which occupies no multiprocessor.
+operation, and then waits for nothing but copies that were enqueued before. The scatter's second kernel starts when
+every peer has computed what it sends here (a stream-side wait, which occupies no multiprocessor), and then waits, in
+its epilogue, for nothing but copies. Where programs copy (``use_ce: false``) the kernels leave them their multiprocessors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -94,17 +96,14 @@ def all_gather(
             caller.wait(exchange.sent())  # interpreted kernels of one process run one at a time
         exchange.wait_entered(caller)
         blocks = tuple(_block(partition, step) for step in exchange.steps)
+        own_block = RowBlock(own.start, own.stop)
         arrivals = exchange.arrivals
         gate = Gate(arrivals.address, arrivals.epoch)
         for number, (matrix, bias, out) in enumerate(zip(gemm.matrices, gemm.biases, gemm.outs, strict=True)):
-            exchange.run(
-                caller,
-                lambda m=matrix, b=bias, o=out: kernels.launcher.gathered_rows(
-                    x_shard_t, RowBlock(own.start, own.stop), whole, blocks, m, b, o, gate
-                ),
-                "gemm",
-                number,
+            launch = partial(
+                kernels.launcher.gathered_rows, x_shard_t, own_block, whole, blocks, matrix, bias, out, gate
             )
+            exchange.run(caller, launch, "gemm", number)
         if read_gathered is not None or not gemm.matrices:
             for step in exchange.steps:
                 exchange.wait(step, caller)
@@ -128,6 +127,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         staging = gemm.empty(partition.total, context.width)
         blocks = tuple(_destination_block(step) for step in exchange.steps if step.sends)
         counters, targets = kernels.counters.next(launcher.tiles_per_word(gemm, blocks))
+        last_words = {step.sends[-1].destination: _counter(step.sends[-1]) for step in exchange.steps if step.sends}
         allocated = caller.record()  # before the kernel: sends follow its counters, not its end
         if blocks:
             exchange.run(caller, lambda: launcher.partial_rows(gemm, blocks, staging, counters), "gemm", 1)
@@ -135,23 +135,33 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         def until_computed(stream: Stream, transfer: Transfer) -> None:
             word = _counter(transfer)
             stream.wait_counter(counters, word, targets[word])
+            if word == last_words[transfer.destination]:
+                exchange.announce_computed(transfer)
 
         for step in exchange.steps:
             exchange.send(step, staging, 0, allocated, until_computed)
-        for step in exchange.steps:
-            exchange.wait(step, caller)
         if launcher.interpreted and not context.config.use_ce:
             caller.wait(exchange.sent())
+        exchange.wait_computed(caller)
         count = own.stop - own.start
         if count:
             received = exchange.view(0, (exchange.tp_size - 1, count, context.width))
+            arrivals = exchange.arrivals
+            # Every source cuts the rows alike, so the pieces of one stand for all.
+            pieces = tuple(PieceRows(t.piece, t.row_start, t.row_stop) for t in exchange.steps[0].receives)
             exchange.run(
                 caller,
                 lambda: launcher.own_rows(
                     gemm,
-                    RowBlock(own.start, own.stop),
+                    RowBlock(own.start, own.stop, pieces),
                     out,
-                    Received(received.data_ptr(), exchange.rank, exchange.tp_size),
+                    Received(
+                        received.data_ptr(),
+                        exchange.rank,
+                        exchange.tp_size,
+                        Gate(arrivals.address, arrivals.epoch),
+                        MAX_PIECES,
+                    ),
                 ),
                 "gemm",
                 0,
@@ -184,8 +194,8 @@ def _make_kernels(channel: Channel, reserve: int) -> _Kernels:
         if not launcher.gave_up:
             return None
         return PeerTimeoutError(
-            f"rank {channel.rank}: a kernel of method 'fused' waited more than {limit_s:g} s for rows of a peer and gave "
-            "up; its output is NaN. Close the manager"
+            f"rank {channel.rank}: a kernel of method 'fused' waited more than {limit_s:g} s for rows of a peer and "
+            "gave up; its output is NaN. Close the manager"
         )
 
     channel.probes.append(gave_up)

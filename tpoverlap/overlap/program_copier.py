@@ -13,7 +13,7 @@ from tpoverlap.gemm.triton.copy_launcher import CopyLauncher
 
 
 class ProgramCopier(Copier):
-    """See the module's text. One a channel and number of programs: its launches follow each other on the comm stream."""
+    """See the module's text. One a channel and number of programs: launches follow each other on the comm stream."""
 
     def __init__(self, rank: int, launcher: CopyLauncher) -> None:
         self._rank = rank

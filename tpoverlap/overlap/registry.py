@@ -9,17 +9,24 @@ from types import MappingProxyType
 import torch
 
 from tpoverlap.gemm import PartialGemm, RowGemm
-from tpoverlap.overlap import bulk, pipeline, ring_exchange, sequential
+from tpoverlap.overlap import bulk, fused, pipeline, ring_exchange, sequential
 from tpoverlap.overlap.context import OperationContext
 
 Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
 
-GATHER_METHODS = MappingProxyType({"ring_exchange": ring_exchange.all_gather, "sequential": sequential.all_gather})
+GATHER_METHODS = MappingProxyType(
+    {
+        "ring_exchange": ring_exchange.all_gather,
+        "fused": fused.all_gather,
+        "sequential": sequential.all_gather,
+    }
+)
 SCATTER_METHODS = MappingProxyType(
     {
         "ring_exchange": ring_exchange.reduce_scatter,
         "pipeline": pipeline.reduce_scatter,
+        "fused": fused.reduce_scatter,
         "sequential": sequential.reduce_scatter,
     }
 )

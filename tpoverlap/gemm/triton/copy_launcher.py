@@ -6,6 +6,8 @@ from typing import Final
 
 import torch
 
+from tpoverlap.gemm.triton.compiled import signed32
+
 _VECTOR_BYTES: Final = 16
 _UNITS: Final = 8192
 """Units a program copies in one step: 32 KiB, 16-byte vectors of which each thread has several in flight."""
@@ -42,15 +44,12 @@ class CopyLauncher:
             source.data_ptr() if self._interpreted else source.view(-1).view(unit),
             count,
             self._done,
-            _signed32(self._finished),
+            signed32(self._finished),
             flag_address,
-            _signed32(value),
+            signed32(value),
             UNITS=_UNITS,
             MULTIPLE=multiple,
             ADDRESSED=self._interpreted,
             num_warps=_NUM_WARPS,
         )
 
-
-def _signed32(value: int) -> int:
-    return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000

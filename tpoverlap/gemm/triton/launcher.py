@@ -13,11 +13,13 @@ import torch
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.gemm.tasks import PartialGemm
+from tpoverlap.gemm.triton.compiled import CompiledKernels, InterpretedKernels, Prepared, describable
 from tpoverlap.gemm.triton.tile_plan import RowBlock, TilePlan
 from tpoverlap.gemm.triton.tiles import INTERPRETED, TileShape, choose_tile
 
 MAX_TERMS: Final = 3
 _MAX_TABLES: Final = 256
+_MAX_PREPARED: Final = 1024
 _INTERPRETED_PROGRAMS: Final = 3
 _POLLS_PER_S: Final = 2_000
 """Roughly what the interpreter manages; its bound only has to exist."""
@@ -33,11 +35,17 @@ class Gate:
 
 @dataclass(frozen=True)
 class Received:
-    """What peers sent of own rows: at ``address`` one block [rows, N] a peer, in rank order, this ``rank`` left out."""
+    """What peers sent of own rows: at ``address`` one block [rows, N] a peer, in rank order, this ``rank`` left out.
+
+    ``gate``: words of the blocks, ``words_per_rank`` a source rank, which the tiles wait for before they add; None: all
+    is there.
+    """
 
     address: int
     rank: int
     num_ranks: int
+    gate: Gate | None = None
+    words_per_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,8 @@ class GemmLauncher:
         self._tile = INTERPRETED if self.interpreted and tile is None else tile
         self._use_tma = use_tma if use_tma is not None else not self.interpreted and _has_tma(device)
         self._tables: OrderedDict[tuple[int, int, int], tuple[TilePlan, TilePlan, torch.Tensor]] = OrderedDict()
-        self._loaded: set[tuple[Any, ...]] = set()
+        self._prepared: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
+        self._kernels: CompiledKernels = InterpretedKernels() if self.interpreted else CompiledKernels()
         if self.interpreted:
             self.num_programs = _INTERPRETED_PROGRAMS
         else:
@@ -110,32 +119,30 @@ class GemmLauncher:
             matrix: [K, N], a view of which one stride is 1.
             out: [T, N], contiguous.
         """
-        operands = _Operands([gathered], *_stored([matrix]))
-        counts = tuple(block.stop - block.start for block in (own_block, *blocks))
-        tile = self.tile_for(counts, out.shape[1], out.dtype)
-        own_plan, plan = TilePlan.of((own_block,), tile.rows), TilePlan.of(blocks, tile.rows)
 
-        def launch(own_plan: TilePlan, plan: TilePlan) -> None:
-            self._launch(
-                tile, own_plan, plan, operands, out, own=own, own_shift=own_block.start, bias=bias, gate=gate
-            )
+        def prepare() -> Prepared:
+            operands = _Operands([gathered], *_stored([matrix]))
+            counts = tuple(block.stop - block.start for block in (own_block, *blocks))
+            tile = self.tile_for(counts, out.shape[1], out.dtype)
+            plans = TilePlan.of((own_block,), tile.rows), TilePlan.of(blocks, tile.rows)
+            return self._prepare(tile, *plans, operands, out, own=own, own_shift=own_block.start, bias=bias, gate=gate)
 
-        self._load_first(("gather", tile, *_kinds([own, gathered, *operands.stored, out], bias)), launch)
-        launch(own_plan, plan)
+        key = (own_block, blocks, gate.address, *_places(own, gathered, matrix, bias, out))
+        self._prepared_for(key, prepare).launch(gate.epoch, None)
 
     def partial_rows(
         self, gemm: PartialGemm, blocks: tuple[RowBlock, ...], out: torch.Tensor, counters: torch.Tensor
     ) -> None:
         """``blocks`` of this rank's partial sum into ``out`` [T, N]; each tile bumps the ``counters`` of its words."""
-        operands = _Operands(gemm.lefts, *_stored(gemm.matrices))
-        tile = self.partial_tile(gemm, blocks)
-        plan = TilePlan.of(blocks, tile.rows)
 
-        def launch(own_plan: TilePlan, plan: TilePlan) -> None:
-            self._launch(tile, own_plan, plan, operands, out, addend=gemm.addend, counters=counters)
+        def prepare() -> Prepared:
+            operands = _Operands(gemm.lefts, *_stored(gemm.matrices))
+            tile = self.partial_tile(gemm, blocks)
+            plan = TilePlan.of(blocks, tile.rows)
+            return self._prepare(tile, _NO_ROWS, plan, operands, out, addend=gemm.addend, counters=counters)
 
-        self._load_first(("partial", tile, *_kinds([*gemm.lefts, *operands.stored, out], gemm.addend)), launch)
-        launch(_NO_ROWS, plan)
+        key = ("partial", blocks, *_places(*gemm.lefts, *gemm.matrices, gemm.addend, out))
+        self._prepared_for(key, prepare).launch(0, counters)
 
     def tiles_per_word(self, gemm: PartialGemm, blocks: tuple[RowBlock, ...]) -> dict[int, int]:
         """How often `partial_rows` bumps each word."""
@@ -147,19 +154,21 @@ class GemmLauncher:
         return self.tile_for(tuple(block.stop - block.start for block in blocks), gemm.width, gemm.dtype)
 
     def own_rows(
-        self, gemm: PartialGemm, block: RowBlock, out: torch.Tensor, received: Received, gate: Gate | None = None
+        self, gemm: PartialGemm, block: RowBlock, out: torch.Tensor, received: Received
     ) -> None:
-        """``out`` [T_r, N] = rows of ``block``, bias, and what was received, added in rank order and rounded once."""
-        operands = _Operands(gemm.lefts, *_stored(gemm.matrices))
-        rows = block.stop - block.start
-        tile = self.tile_for((rows,), gemm.width, gemm.dtype, two_sums=received.num_ranks > 2)
-        plan = TilePlan.of((block,), tile.rows)
+        """``out`` [T_r, N] = rows of ``block``, bias, and what was received, added in rank order and rounded once.
 
-        def launch(own_plan: TilePlan, plan: TilePlan) -> None:
-            self._launch(
+        Words of ``block``, if it has some, are those of its pieces in every source's part of ``received.gate``.
+        """
+
+        def prepare() -> Prepared:
+            operands = _Operands(gemm.lefts, *_stored(gemm.matrices))
+            rows = block.stop - block.start
+            tile = self.tile_for((rows,), gemm.width, gemm.dtype, two_sums=received.num_ranks > 2)
+            return self._prepare(
                 tile,
-                own_plan,
-                plan,
+                _NO_ROWS,
+                TilePlan.of((block,), tile.rows),
                 operands,
                 out,
                 out_shift=block.start,
@@ -169,9 +178,9 @@ class GemmLauncher:
                 block_rows=rows,
             )
 
-        kinds = _kinds([*gemm.lefts, *operands.stored, out], gemm.addend, gemm.bias)
-        self._load_first(("own", tile, received.num_ranks, *kinds), launch)
-        launch(_NO_ROWS, plan)
+        gate_address = None if received.gate is None else received.gate.address
+        key = (block, received.address, gate_address, *_places(*gemm.lefts, *gemm.matrices, gemm.addend, gemm.bias, out))
+        self._prepared_for(key, prepare).launch(0 if received.gate is None else received.gate.epoch, None)
 
     def tile_for(
         self, block_rows: tuple[int, ...], columns: int, dtype: torch.dtype, *, two_sums: bool = False
@@ -183,14 +192,21 @@ class GemmLauncher:
 
     # -- one launch --------------------------------------------------------------------------------------------------
 
-    def _load_first(self, key: tuple[Any, ...], launch: Callable[[TilePlan, TilePlan], None]) -> None:
-        # Compiling and loading happen at the first launch of a variant. Do both with nothing to compute, so that no
-        # kernel ever waits for a peer that is still compiling, and no module is loaded beside a kernel that waits.
-        if not self.interpreted and key not in self._loaded:
-            launch(_NO_ROWS, _NO_ROWS)
-            self._loaded.add(key)
+    def _prepared_for(self, key: tuple[Any, ...], prepare: Callable[[], Prepared]) -> Prepared:
+        # Buffers and tensors come back at the same addresses step after step: then only the epoch is new.
+        if self.interpreted:
+            return prepare()
+        key = (*key, torch.cuda.current_stream(self.device).cuda_stream, torch.backends.cuda.matmul.allow_tf32)
+        found = self._prepared.get(key)
+        if found is None:
+            found = self._prepared[key] = prepare()
+            if len(self._prepared) > _MAX_PREPARED:
+                self._prepared.popitem(last=False)
+        else:
+            self._prepared.move_to_end(key)
+        return found
 
-    def _launch(
+    def _prepare(
         self,
         tile: TileShape,
         own_plan: TilePlan,
@@ -207,81 +223,94 @@ class GemmLauncher:
         counters: torch.Tensor | None = None,
         received: Received | None = None,
         block_rows: int = 0,
-    ) -> None:
-        from tpoverlap.gemm.triton.tile_gemm import tile_gemm
-
-        width, num_terms = out.shape[1], len(operands.lefts)
-        assert all(tensor.stride(1) == 1 or tensor.shape[1] == 1 for tensor in operands.lefts), "rows are contiguous"
-        lefts = [own, *operands.lefts] if own is not None and own.shape[0] > 0 else list(operands.lefts)
-        tma = self._use_tma and all(map(_describable, (*lefts, *operands.stored)))
-        tma_store = tma and counters is None and _describable(out) and out.shape[0] > 0
+    ) -> Prepared:
+        width, lefts, stored = out.shape[1], operands.lefts, operands.stored
+        assert all(left.stride(1) == 1 or left.shape[1] == 1 for left in lefts), "rows are contiguous"
+        first = own if own is not None and own.shape[0] > 0 else lefts[0]
+        tma = self._use_tma and describable(first) and all(map(describable, lefts)) and all(map(describable, stored))
+        tma_store = tma and describable(out)
+        waits_for = gate if received is None else received.gate
         addressed = self.interpreted and gate is not None and not tma
-
-        def left(tensor: torch.Tensor) -> Any:
-            return _descriptor(tensor, (tile.rows, tile.depth)) if tma else tensor
-
-        def right(tensor: torch.Tensor) -> Any:
-            shape = (tile.columns, tile.depth) if operands.n_major else (tile.depth, tile.columns)
-            return _descriptor(tensor, shape) if tma else tensor
-
-        def padded(values: Sequence[Any]) -> list[Any]:
-            return [*values, *[values[0]] * (MAX_TERMS - num_terms)]
-
-        a = padded([left(tensor) for tensor in operands.lefts])
-        if addressed:
-            a = padded([operands.lefts[0].data_ptr()])
-        b = padded([right(tensor) for tensor in operands.stored])
-        rows = len(own_plan.rows) + len(plan.rows)
-        tiles = rows * -(-width // tile.columns)
-        has_own = own is not None
-        tile_gemm[(max(1, min(self.num_programs, tiles)),)](
-            self._table(own_plan, plan),
-            len(own_plan.rows),
-            rows,
-            left(lefts[0]) if has_own else a[0],
-            lefts[0].stride(0),
-            *a,
-            *b,
-            *padded([tensor.shape[1] for tensor in operands.lefts]),
-            *padded([tensor.stride(0) for tensor in operands.lefts]),
-            *padded([tensor.stride(0) for tensor in operands.stored]),
-            width,
-            own_shift,
-            0,
-            out,
-            _descriptor(out, (tile.rows, tile.columns)) if tma_store else out,
-            out_shift,
-            out if bias is None else bias,
-            out if addend is None else addend,
-            16 if addend is None else addend.stride(0),
-            0 if received is None else received.address,
-            block_rows,
-            0 if gate is None else gate.address,
-            0 if gate is None else _signed32(gate.epoch),
-            self._limit,
-            self._error.data_ptr(),
-            self._none if counters is None else counters,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            DEPTH=tile.depth,
-            GROUP=tile.group,
-            NUM_TERMS=num_terms,
-            TMA=tma,
-            TMA_STORE=tma_store,
-            N_MAJOR=operands.n_major,
-            PRECISION=_precision(out.dtype),
-            HAS_OWN=has_own,
-            HAS_BIAS=bias is not None,
-            HAS_ADDEND=addend is not None,
-            GATED=gate is not None,
-            SIGNALS=counters is not None,
-            NUM_RANKS=1 if received is None else received.num_ranks,
-            RANK=0 if received is None else received.rank,
-            ADDRESSED=addressed,
-            INTERPRETED=self.interpreted,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+        unused = (0,) * (MAX_TERMS - len(lefts))
+        a: list[Any] = list(lefts)
+        if tma:
+            left_shape = (tile.rows, tile.depth)
+            right_shape = (tile.columns, tile.depth) if operands.n_major else (tile.depth, tile.columns)
+            a = [self._kernels.descriptor(left, left_shape) for left in lefts]
+            b = [self._kernels.descriptor(right, right_shape) for right in stored]
+            own_rows = a[0] if own is None else self._kernels.descriptor(first, left_shape)
+        else:
+            a = [lefts[0].data_ptr()] if addressed else list(lefts)
+            b = list(stored)
+            own_rows = a[0] if own is None else first
+        out_descriptor = self._kernels.descriptor(out, (tile.rows, tile.columns // tile.parts)) if tma_store else out
+        constants = (
+            tile.rows,
+            tile.columns,
+            tile.depth,
+            tile.group,
+            len(lefts),
+            tma,
+            tma_store,
+            operands.n_major,
+            _precision(out.dtype),
+            own is not None,
+            bias is not None,
+            addend is not None,
+            gate is not None,
+            counters is not None,
+            1 if received is None else received.num_ranks,
+            0 if received is None else received.rank,
+            received is not None and received.gate is not None,
+            addressed,
+            tile.parts,
+            self.interpreted,
         )
+
+        def arguments(own_plan: TilePlan, plan: TilePlan) -> tuple[Any, ...]:
+            return (
+                self._table(own_plan, plan),
+                len(own_plan.rows),
+                len(own_plan.rows) + len(plan.rows),
+                own_rows,
+                first.stride(0),
+                *a,
+                *unused,
+                *b,
+                *unused,
+                *[left.shape[1] for left in lefts],
+                *unused,
+                *[left.stride(0) for left in lefts],
+                *unused,
+                *[right.stride(0) for right in stored],
+                *unused,
+                width,
+                own_shift,
+                0,
+                out,
+                out_descriptor,
+                out_shift,
+                out if bias is None else bias,
+                out if addend is None else addend,
+                16 if addend is None else addend.stride(0),
+                0 if received is None else received.address,
+                block_rows,
+                0 if received is None else received.words_per_rank,
+                0 if waits_for is None else waits_for.address,
+                0,  # the epoch: `Prepared.launch` puts it here
+                self._limit,
+                self._error.data_ptr(),
+                self._none if counters is None else counters,  # and counters here
+            )
+
+        tensors = (first, *lefts, *stored, out, *(extra for extra in (bias, addend) if extra is not None))
+        variant = (constants, tile.num_stages, tile.num_warps, out.dtype, *map(_kind, tensors))
+        # Compiling and loading happen at the first launch of a variant. Do both with nothing to compute, so that no
+        # kernel waits for a peer that is still compiling, and no module is loaded beside a kernel that waits.
+        self._kernels.load(variant, lambda: arguments(_NO_ROWS, _NO_ROWS), constants, tile)
+        tiles = (len(own_plan.rows) + len(plan.rows)) * -(-width // tile.columns)
+        programs = max(1, min(self.num_programs, tiles))
+        return self._kernels.prepare(variant, programs, arguments(own_plan, plan), constants, tile)
 
     def _table(self, own_plan: TilePlan, plan: TilePlan) -> torch.Tensor:
         # A new T costs one small copy that does not wait; later operations with the same rows find the table here.
@@ -321,28 +350,9 @@ def _stored(matrices: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]
     return stored, n_major
 
 
-def _kinds(tensors: Sequence[torch.Tensor], *optional: torch.Tensor | None) -> tuple[Any, ...]:
-    """What a variant depends on: dtype, and whether descriptors and vectors are possible."""
-    kinds: list[Any] = [tensors[0].dtype]
-    kinds += [(_describable(tensor), tensor.stride(0) % 16) for tensor in tensors]
-    kinds += [None if tensor is None else tensor.data_ptr() % 16 for tensor in optional]
-    return tuple(kinds)
-
-
-def _describable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor-map descriptor can hold it: 16-byte aligned base and rows."""
-    return (
-        tensor.stride(1) == 1
-        and tensor.data_ptr() % 16 == 0
-        and tensor.stride(0) * tensor.element_size() % 16 == 0
-        and tensor.numel() > 0
-    )
-
-
-def _descriptor(tensor: torch.Tensor, block_shape: tuple[int, int]) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block_shape))
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a binary depends on: alignment, and sizes that the compiler may specialise on (none changes with T)."""
+    return tensor.data_ptr() % 16 == 0, tensor.shape[-1], tensor.stride(0)
 
 
 def _has_tma(device: torch.device) -> bool:
@@ -354,5 +364,6 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _signed32(value: int) -> int:
-    return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
+def _places(*tensors: torch.Tensor | None) -> list[Any]:
+    """Where tensors lie and how, without keeping them alive."""
+    return [None if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]

@@ -5,7 +5,8 @@
     program p:  for each tile p, p + P, p + 2P, ... of the table
                     GATED     wait until the pieces that its rows overlap have arrived
                     multiply  sum over the terms of a[rows] @ b[:, columns], float32
-                    epilogue  + addend + bias; RECEIVED: + the peers' blocks, in rank order; round once; store
+                    epilogue  + addend + bias; + the peers' blocks, in rank order (SUM_GATED: as they arrive); round
+                              once; store
                     SIGNALS   bump the counter of each piece that its rows overlap
 
 The table lists tile rows in order (`TilePlan`). A first part of it may read its rows from another tensor ("own": the
@@ -13,6 +14,7 @@ caller's shard instead of the slot). Integers that change with T or from call to
 for each combination of the constants, whatever T and the epoch are.
 """
 
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -22,7 +24,7 @@ from tpoverlap.gemm.triton.words import bump_words, wait_for_words
 
 
 @triton.jit
-def _multiply(  # type: ignore[no-untyped-def]
+def _multiply(
     total,
     a,
     b,
@@ -74,7 +76,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum_in_rank_order(own, blocks, offsets, mask, block_elements, NUM_RANKS: tl.constexpr, RANK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_in_rank_order(own, blocks, offsets, mask, block_elements, NUM_RANKS: tl.constexpr, RANK: tl.constexpr):
     """The partial sums of ranks 0 .. R-1, this rank's being ``own``, added in that order in float32."""
     if RANK == 0:
         total = own
@@ -91,10 +93,52 @@ def _sum_in_rank_order(own, blocks, offsets, mask, block_elements, NUM_RANKS: tl
 
 
 @triton.jit
-def _tile(  # type: ignore[no-untyped-def]
-    number,
-    table,
-    table_rows,
+def _locate(number, table, table_rows, N, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """(first row, row after the last, first word, number of words, first column) of tile ``number``, or of the last.
+
+    L2: GROUP tile rows are walked column by column. The order of the rows is the table's, so that is not undone.
+    """
+    column_tiles = tl.cdiv(N, COLUMNS)
+    number = tl.maximum(tl.minimum(number, table_rows * column_tiles - 1), 0)
+    group_tiles = GROUP * column_tiles
+    first = number // group_tiles * GROUP
+    height = tl.maximum(tl.minimum(table_rows - first, GROUP), 1)
+    within = number % group_tiles
+    entry = table + (first + within % height) * 4
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), within // height * COLUMNS
+
+
+@triton.jit
+def _store(
+    out,
+    descriptor,
+    row,
+    stop,
+    out_shift,
+    column,
+    N,
+    value,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Store [ROWS, WIDTH] at (row, column); of the rows only those before ``stop``."""
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, WIDTH)
+    pointers = out + (rows - out_shift)[:, None].to(tl.int64) * N + columns[None, :]
+    mask = (rows < stop)[:, None] & (columns < N)[None, :]
+    if TMA:
+        if stop - row == ROWS:
+            descriptor.store([row - out_shift, column], value)
+        else:  # a whole tile would write into the next block
+            tl.store(pointers, value, mask=mask)
+    else:
+        tl.store(pointers, value, mask=mask)
+
+
+@triton.jit
+def _tile(
+    place,
     lefts,
     rights,
     depths,
@@ -107,11 +151,11 @@ def _tile(  # type: ignore[no-untyped-def]
     received,
     wait,
     given_up,
+    waited_for,
     counters,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
     NUM_TERMS: tl.constexpr,
     TMA: tl.constexpr,
     TMA_STORE: tl.constexpr,
@@ -123,26 +167,21 @@ def _tile(  # type: ignore[no-untyped-def]
     SIGNALS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK: tl.constexpr,
+    SUM_GATED: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Tile ``number`` of the ``table_rows`` tile rows at ``table``; returns ``given_up``."""
-    # L2: walk GROUP tile rows column by column. The order of the rows themselves is the table's, so it is not undone.
+    """The tile at ``place``; returns ``given_up``. ``waited_for``: words that need no second wait."""
     out, out_descriptor, out_shift = target
     bias, addend, addend_ld = addition
-    group_tiles = GROUP * tl.cdiv(N, COLUMNS)
-    first = number // group_tiles * GROUP
-    height = tl.minimum(table_rows - first, GROUP)
-    within = number % group_tiles
-    entry = table + (first + within % height) * 4
-    column = within // height * COLUMNS
-    row = tl.load(entry)
-    stop = tl.load(entry + 1)
-    first_word = tl.load(entry + 2)
-    num_words = tl.load(entry + 3)
+    row, stop, first_word, num_words, column = place
 
     if GATED:
         flags, epoch, limit, error = wait
-        given_up = wait_for_words(flags, first_word, num_words, epoch, limit, error, given_up, INTERPRETED)
+        seen_first, seen_number = waited_for
+        seen = (first_word == seen_first) & (num_words == seen_number)
+        num_new = tl.where(seen, 0, num_words)
+        given_up = wait_for_words(flags, first_word, num_new, epoch, limit, error, given_up, INTERPRETED)
 
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for term in tl.static_range(0, NUM_TERMS):
@@ -175,22 +214,31 @@ def _tile(  # type: ignore[no-untyped-def]
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if NUM_RANKS > 1:
-        address, block_rows = received
+        address, block_rows, words_per_rank = received
         block_elements = block_rows.to(tl.int64) * N
+        if SUM_GATED:
+            flags, epoch, limit, error = wait
+            for source in tl.static_range(0, NUM_RANKS):
+                if source != RANK:
+                    words = flags + source * words_per_rank * 4
+                    given_up = wait_for_words(
+                        words, first_word, num_words, epoch, limit, error, given_up, INTERPRETED
+                    )
         blocks = address.to(tl.pointer_type(out.dtype.element_ty))
         total = _sum_in_rank_order(total, blocks, offsets, mask, block_elements, NUM_RANKS, RANK)
-    if GATED:
+    if GATED or SUM_GATED:
         total = tl.where(given_up != 0, float("nan"), total)
     value = total.to(out.dtype.element_ty)
-    if TMA_STORE:
-        if stop - row == ROWS:
-            out_descriptor.store([row - out_shift, column], value)
-        else:  # a whole tile would write into the next block
-            tl.store(out + offsets, value, mask=mask)
+    if PARTS == 2:  # half the staging in shared memory, which leaves room for another stage of operands
+        HALF: tl.constexpr = COLUMNS // 2
+        halves = tl.permute(tl.reshape(value, (ROWS, 2, HALF)), (0, 2, 1))
+        low, high = tl.split(halves)
+        _store(out, out_descriptor, row, stop, out_shift, column, N, low, ROWS, HALF, TMA_STORE)
+        _store(out, out_descriptor, row, stop, out_shift, column + HALF, N, high, ROWS, HALF, TMA_STORE)
     else:
-        tl.store(out + offsets, value, mask=mask)
+        _store(out, out_descriptor, row, stop, out_shift, column, N, value, ROWS, COLUMNS, TMA_STORE)
     if SIGNALS:
-        bump_words(counters, first_word, num_words)
+        bump_words(counters, first_word, num_words, TMA_STORE, INTERPRETED)
     return given_up
 
 
@@ -200,7 +248,7 @@ _CHANGING = (
 
 
 @triton.jit(do_not_specialize=_CHANGING)
-def tile_gemm(  # type: ignore[no-untyped-def]
+def tile_gemm(
     table,
     own_rows,
     num_rows,
@@ -232,6 +280,7 @@ def tile_gemm(  # type: ignore[no-untyped-def]
     addend_ld,
     received,
     block_rows,
+    words_per_rank,
     flags,
     epoch,
     limit,
@@ -253,7 +302,9 @@ def tile_gemm(  # type: ignore[no-untyped-def]
     SIGNALS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK: tl.constexpr,
+    SUM_GATED: tl.constexpr,
     ADDRESSED: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """See the module's text.
@@ -266,6 +317,7 @@ def tile_gemm(  # type: ignore[no-untyped-def]
         own_shift, left_shift, out_shift: the activation's row that is row 0 of ``own``, of a0 .. a2, of ``out``.
         out, out_descriptor: [rows, N]; the descriptor is read with TMA_STORE only.
         received, block_rows: address of the peers' blocks [block_rows, N], in rank order.
+        words_per_rank: with SUM_GATED each block is waited for: ``flags`` has that many words a source rank.
         flags, epoch, limit, error: see `wait_for_words`.
         counters: int32, see `bump_words`.
     """
@@ -276,27 +328,39 @@ def tile_gemm(  # type: ignore[no-untyped-def]
     own_tiles = own_rows * column_tiles
     target = (out, out_descriptor, out_shift)
     addition = (bias, addend, addend_ld)
-    from_peers = (received, block_rows)
+    from_peers = (received, block_rows, words_per_rank)
     wait = (flags, epoch, limit, error)
     first = program
     if HAS_OWN:
+        # The next tile's place is read while this one is multiplied.
+        place = _locate(program, table, own_rows, N, COLUMNS, GROUP)
         for number in range(program, own_tiles, programs):
+            following = _locate(number + programs, table, own_rows, N, COLUMNS, GROUP)
             _tile(
-                number, table, own_rows, (own,), (b0,), (K0,), (own_ld,), (b0_ld,), own_shift, N,
-                target, addition, from_peers, wait, given_up, counters,
-                ROWS, COLUMNS, DEPTH, GROUP, 1, TMA, TMA_STORE, N_MAJOR, PRECISION,
-                HAS_BIAS, HAS_ADDEND, False, False, 1, 0, INTERPRETED,
+                place, (own,), (b0,), (K0,), (own_ld,), (b0_ld,), own_shift, N,
+                target, addition, from_peers, wait, given_up, (0, 0), counters,
+                ROWS, COLUMNS, DEPTH, 1, TMA, TMA_STORE, N_MAJOR, PRECISION,
+                HAS_BIAS, HAS_ADDEND, False, False, 1, 0, False, PARTS, INTERPRETED,
             )  # fmt: skip
+            place = following
         # The next tile of this program in one common numbering, so that no program gets a tile more than it should.
         first = program + tl.cdiv(tl.maximum(own_tiles - program, 0), programs) * programs - own_tiles
     if ADDRESSED:
         a0 = a0.to(tl.pointer_type(out.dtype.element_ty))
+    table += own_rows * 4
     rest = num_rows - own_rows
+    seen_first = tl.full((), -1, tl.int32)
+    seen_number = tl.full((), 0, tl.int32)
+    place = _locate(first, table, rest, N, COLUMNS, GROUP)
     for number in range(first, rest * column_tiles, programs):
+        following = _locate(number + programs, table, rest, N, COLUMNS, GROUP)
         given_up = _tile(
-            number, table + own_rows * 4, rest, (a0, a1, a2), (b0, b1, b2), (K0, K1, K2), (a0_ld, a1_ld, a2_ld),
+            place, (a0, a1, a2), (b0, b1, b2), (K0, K1, K2), (a0_ld, a1_ld, a2_ld),
             (b0_ld, b1_ld, b2_ld), left_shift, N,
-            target, addition, from_peers, wait, given_up, counters,
-            ROWS, COLUMNS, DEPTH, GROUP, NUM_TERMS, TMA, TMA_STORE, N_MAJOR, PRECISION,
-            HAS_BIAS, HAS_ADDEND, GATED, SIGNALS, NUM_RANKS, RANK, INTERPRETED,
+            target, addition, from_peers, wait, given_up, (seen_first, seen_number), counters,
+            ROWS, COLUMNS, DEPTH, NUM_TERMS, TMA, TMA_STORE, N_MAJOR, PRECISION,
+            HAS_BIAS, HAS_ADDEND, GATED, SIGNALS, NUM_RANKS, RANK, SUM_GATED, PARTS, INTERPRETED,
         )  # fmt: skip
+        seen_first = place[2]
+        seen_number = place[3]
+        place = following

@@ -1,5 +1,6 @@
 """Device functions on 32-bit words that other GPUs write: bounded waits and bumps. See docs/protocol.md."""
 
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -8,7 +9,7 @@ from triton.language.extra.cuda import globaltimer
 
 
 @triton.jit
-def load_acquire(address, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_acquire(address, INTERPRETED: tl.constexpr):
     """The word at ``address`` (int64), acquired at system scope: what was written before it is visible after."""
     if INTERPRETED:
         word = tl.atomic_add(address.to(tl.pointer_type(tl.int32)), 0, sem="acquire", scope="sys")
@@ -20,7 +21,7 @@ def load_acquire(address, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETED: tl.constexpr):
     """Spin until words ``first .. first + count - 1`` at ``base`` have reached ``epoch`` (cyclically).
 
     Bounded: after ``limit`` (nanoseconds; polls in the interpreter) it stores 1 at the address ``error`` and gives up.
@@ -56,11 +57,21 @@ def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETE
 
 
 @triton.jit
-def bump_words(counters, first, count):  # type: ignore[no-untyped-def]
+def bump_words(counters, first, count, AFTER_TMA: tl.constexpr, INTERPRETED: tl.constexpr):
     """After this program's stores: add one to words ``first .. first + count - 1``.
 
     System scope, because the reader is no thread of this GPU but a stream memory operation and a copy engine.
     """
+    if AFTER_TMA:
+        if not INTERPRETED:  # Triton waits until a bulk store has read its source, not until its writes are there
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;",
+                "=r",
+                [],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
     tl.debug_barrier()  # the release below is one thread's: the other threads' stores have to come before it
     for word in range(first, first + count):
         tl.atomic_add(counters + word, 1, sem="release", scope="sys")

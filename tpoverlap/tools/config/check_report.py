@@ -11,6 +11,7 @@ from tpoverlap.config import FileReport, Note
 SCHEMA_VERSION: Final = 1
 _LEVELS: Final = ("error", "warning", "note")
 _QUESTIONS: Final = ("te", "tpoverlap")
+_MAX_LISTED: Final = 12
 
 
 def filtered(report: FileReport, target: str) -> FileReport:
@@ -55,8 +56,9 @@ def _paragraph(path: str, group: Sequence[Note]) -> Iterator[str]:
     whom = "" if first.target == "both" else f" for {first.target}"
     yield f"  {place}: {first.level}{whom}: {first.message} [{first.rule}]"
     if len(group) > 1:
-        others = ", ".join(f"{note.name} ({note.line})" if note.line else note.name for note in group[1:])
-        yield f"      likewise: {others}"
+        others = [f"{note.name} ({note.line})" if note.line else note.name for note in group[1 : 1 + _MAX_LISTED]]
+        more = len(group) - 1 - len(others)
+        yield f"      likewise: {', '.join(others)}" + (f" and {more} more" if more else "")
     if first.remedy:
         yield f"      remedy: {first.remedy}"
 
