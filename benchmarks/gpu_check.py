@@ -1,7 +1,7 @@
 """Checks, then measures, everything that needs GPUs, in one run. Start it with ``scripts/gpu_check``.
 
-With fewer GPUs than ranks the ranks share them: that proves numbers and errors, never times, so the timed part runs only
-where every rank has a GPU of its own, and the report says when it did not.
+With fewer GPUs than ranks the ranks share them: that proves numbers and errors, never times, so the timed part runs
+only where every rank has a GPU of its own, and the report says when it did not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUMBERS = (
     (4, torch.bfloat16, 4),
     (8, torch.bfloat16, 9),
 )
-"""Group size, dtype, and which part of the cases: shared GPUs are slow, and at most half of a case is about the dtype."""
+"""Group size, dtype, and which part of the cases: shared GPUs are slow, and few cases are about the dtype."""
 QUICK_NUMBERS = ((2, torch.bfloat16, 5), (4, torch.bfloat16, 10))
 RING_BOUND = 0.93
 """A ring at 8192^3 on two GPUs must take at most this part of sequential."""

@@ -61,8 +61,8 @@ class ActiveShape:
         if isinstance(shape, TokenPartition):
             if partition is not None and partition != shape:
                 raise ActiveShapeError(
-                f"two different partitions were given: {shape.counts} and {partition.counts}; pass one"
-            )
+                    f"two different partitions were given: {shape.counts} and {partition.counts}; pass one"
+                )
             shape, partition = None, shape
         num_tokens = None if shape is None else self._num_tokens(shape, self.width if width is None else width)
         if partition is None:
@@ -77,7 +77,7 @@ class ActiveShape:
         self.require_size(partition)
         if num_tokens is not None and num_tokens != partition.total:
             raise ActiveShapeError(
-                f"shape says T={num_tokens} but the counts {list(partition.counts)} sum to {partition.total}; correct one"
+                f"shape says T={num_tokens} but the counts {list(partition.counts)} sum to {partition.total}"
             )
         return partition
 
@@ -122,8 +122,8 @@ def require_capacity(partition: TokenPartition, max_tokens: int, max_rows_per_ra
     """Raise CapacityError when ``partition`` does not fit what ``name`` was registered with."""
     if partition.total > max_tokens:
         raise CapacityError(
-            f"{name}: T={partition.total} exceeds the capacity of {max_tokens} tokens; register a larger capacity_shape, "
-            "split the microbatch, or use on_overflow='sequential'"
+            f"{name}: T={partition.total} exceeds the capacity of {max_tokens} tokens; register a larger "
+            "capacity_shape, split the microbatch, or use on_overflow='sequential'"
         )
     if partition.max_count > max_rows_per_rank:
         raise CapacityError(

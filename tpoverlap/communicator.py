@@ -69,7 +69,9 @@ class CommOverlap:
         self.scatter_staging: torch.Tensor | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {self.config.method}, capacity {self.get_buffer_capacity_shape()})"
+        return (
+            f"{type(self).__name__}({self.name!r}, {self.config.method}, capacity {self.get_buffer_capacity_shape()})"
+        )
 
     @property
     def is_reduce_scatter(self) -> bool:

@@ -55,7 +55,9 @@ def choose(
         return Decision("sequential", "default", "R = 1: nothing is communicated")
     if overflow:
         return Decision(
-            "sequential", "overflow", f"T={num_tokens} does not fit the capacity of {max_tokens} tokens or its rows a rank"
+            "sequential",
+            "overflow",
+            f"T={num_tokens} does not fit the capacity of {max_tokens} tokens or its rows a rank",
         )
     if planned_method is not None:
         return Decision(planned_method, "plan", "pinned by plan=")

@@ -14,7 +14,7 @@
 Every message states the values that disagree and what to do about it. `ConfigError`, `ActiveShapeError` and
 `CapacityError` are raised before any rank waits for another and leave the manager usable. `RankMismatchError` and
 `PeerTimeoutError` end the manager: its later calls raise the same error again, and only ``close()`` is of use. (Set-up
-compares arguments: a `RankMismatchError` from the constructor leaves no manager, one from ``register()`` changes nothing.)
+compares arguments: a `RankMismatchError` from the constructor leaves no manager, one from ``register()`` changes none.)
 """
 
 

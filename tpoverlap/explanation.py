@@ -25,10 +25,11 @@ def explanation(
 ) -> str:
     """Method, source and reason; rows and bytes; backend and why; what the configuration's checker had to say."""
     tokens, width = partition.total, communicator.width
+    size_bytes = tokens * width * dtype.itemsize
     lines = [
         f"{communicator.name} at T={tokens}: {decision.method} ({communicator.config.direction})",
         f"  chosen by: {decision.source}: {decision.reason}",
-        f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {width}], {tokens * width * dtype.itemsize} bytes",
+        f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {width}], {size_bytes} bytes",
         f"  backend: {backend}",
     ]
     return "\n".join(lines + [f"  {note.level}: {note}" for note in notes])

@@ -137,9 +137,7 @@ class UserBufferManager:
         choice = select_backend(backend, self.group, self.device)
         self.backend_name, self.backend_reason = choice.backend.name, choice.reason
         capacity_tokens, width = self.capacity_shape
-        regions = standard_regions(
-            capacity_tokens, width, self.dtype.itemsize, self.tp_size, self.max_rows_per_rank
-        )
+        regions = standard_regions(capacity_tokens, width, self.dtype.itemsize, self.tp_size, self.max_rows_per_rank)
         streams = max((c.config.num_max_streams for c in self._names if c.config.method == "pipeline"), default=0)
         streams = max(streams, 3 if "pipeline" in self._pinned.values() else 0)
         self.channel = Channel(choice.backend, regions, self.timeout_s, streams)
@@ -296,7 +294,7 @@ class UserBufferManager:
             beside: the whole collective runs beside a GEMM that does not depend on it.
 
         Raises:
-            CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot run this direction.
+            CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot do this.
         """
         self.require_open()
         if self.channel is not None:
@@ -334,9 +332,7 @@ class UserBufferManager:
 
     def _overflows(self, communicator: CommOverlap, partition: TokenPartition) -> bool:
         try:
-            require_capacity(
-                partition, communicator.max_tokens, communicator.max_rows_per_rank, communicator.name
-            )
+            require_capacity(partition, communicator.max_tokens, communicator.max_rows_per_rank, communicator.name)
         except CapacityError:
             if self.on_overflow == "error":
                 raise
@@ -362,9 +358,7 @@ class UserBufferManager:
         self.require_open()
         if self.channel is None:
             raise ConfigError("R = 1 has no communication buffer")
-        return self.channel.hand_out_slot(
-            communicator.gather_region, (partition.total, communicator.width), self.dtype
-        )
+        return self.channel.hand_out_slot(communicator.gather_region, (partition.total, communicator.width), self.dtype)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
@@ -392,9 +386,7 @@ class UserBufferManager:
     def plan(self) -> dict[str, Any]:
         """The dispatch choices of all names: serialisable, with a hash; pin them with ``plan=``."""
         self.require_open()
-        names = {
-            c.name: (self._decide(c, None).method, c.is_reduce_scatter) for c in self._names if c.registered
-        }
+        names = {c.name: (self._decide(c, None).method, c.is_reduce_scatter) for c in self._names if c.registered}
         return make_plan(names, self.tp_size, self.capacity_shape)
 
     def stats(self) -> dict[str, dict[str, int]]:
@@ -462,7 +454,9 @@ class UserBufferManager:
         if not isinstance(x, torch.Tensor):
             raise ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
         if x.dim() != 2:
-            raise ActiveShapeError(f"{what} must be 2-D [tokens, features], got {list(x.shape)}; flatten batch and sequence")
+            raise ActiveShapeError(
+                f"{what} must be 2-D [tokens, features], got {list(x.shape)}; flatten batch and sequence"
+            )
         if x.dtype != self.dtype:
             raise ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {self.dtype}; cast it")
         if x.device != self.device:

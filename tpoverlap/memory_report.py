@@ -1,4 +1,4 @@
-"""How much registered memory a manager takes: before (`memory_estimate`) and after (`UserBufferManager.memory_report`)."""
+"""How much registered memory a manager takes: before (`memory_estimate`) and after (``mgr.memory_report()``)."""
 
 from __future__ import annotations
 

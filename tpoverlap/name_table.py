@@ -68,7 +68,7 @@ class NameTable:
         )
 
     def config_source(self, name: str) -> str:
-        """ "explicit" or "default"."""
+        """Where the options of ``name`` come from: "explicit" or "default"."""
         return self._config.source(name)
 
     def register(

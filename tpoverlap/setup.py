@@ -68,12 +68,15 @@ Agreed = TypeVar("Agreed", Settings, Registration, TpSize)
 def resolve_group(group: Any) -> ProcessGroup:
     """The process group of ``group``: a ProcessGroup, a 1-D DeviceMesh, or None for the default group."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
     if not dist.is_available() or not dist.is_initialized():
-        raise NotInitializedError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
+        raise NotInitializedError(
+            "torch.distributed is not initialised: call init_process_group (or use torchrun) first"
+        )
     if group is None:
         return dist.group.WORLD  # type: ignore[return-value]  # not None once initialised
-    if isinstance(group, dist.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ConfigError(f"group must be a 1-D DeviceMesh, got {group.ndim} dimensions; pass mesh['tp']")
         return group.get_group()
@@ -158,7 +161,9 @@ def require_agreement(group: ProcessGroup, settings: Agreed | Exception) -> Agre
     for key, own in asdict(settings).items():
         values = [answer[key] for _, answer in answers]
         if any(value != own for value in values):
-            raise RankMismatchError(f"ranks were given different {key}: {dict(enumerate(values))}; pass the same everywhere")
+            raise RankMismatchError(
+                f"ranks were given different {key}: {dict(enumerate(values))}; pass the same everywhere"
+            )
     return settings
 
 

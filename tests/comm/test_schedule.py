@@ -43,8 +43,8 @@ def _check_both_sides(schedule: Schedule, size: int) -> list[list[Transfer]]:
     assert sent == sorted((t for transfers in received for t in transfers), key=repr)
     for rank in range(size):
         for step in schedule(rank):
-            assert all(t.source == rank and t.destination != rank and t.step == step.index for t in step.sends)
-            assert all(t.destination == rank and t.source != rank and t.step == step.index for t in step.receives)
+            assert all(t.source == rank and t.destination != rank and t.step == step.number for t in step.sends)
+            assert all(t.destination == rank and t.source != rank and t.step == step.number for t in step.receives)
             assert step.peer in (-1, *{t.source for t in step.receives}) or not step.receives
         flags = [(t.source, t.piece) for t in received[rank]]
         assert len(set(flags)) == len(flags), "two transfers of one source share a flag"
@@ -109,7 +109,7 @@ def test_every_schedule_has_as_many_steps_on_every_rank(partition: TokenPartitio
     for schedule in (all_gather_schedule, reduce_scatter_schedule):
         for rank in range(size):
             steps = schedule(partition, width, rank)
-            assert [step.index for step in steps] == list(range(1, size))
+            assert [step.number for step in steps] == list(range(1, size))
             assert sorted(step.peer for step in steps) == [peer for peer in range(size) if peer != rank]
 
 

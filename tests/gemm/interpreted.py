@@ -65,9 +65,7 @@ def arrivals(case: Case) -> None:
         assert not case.launcher.gave_up
 
 
-def _arrive(
-    blocks: tuple[RowBlock, ...], x: torch.Tensor, slot: torch.Tensor, flags: torch.Tensor, epoch: int
-) -> None:
+def _arrive(blocks: tuple[RowBlock, ...], x: torch.Tensor, slot: torch.Tensor, flags: torch.Tensor, epoch: int) -> None:
     for block in blocks:
         for piece in block.pieces:
             time.sleep(0.02)

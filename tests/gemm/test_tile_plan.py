@@ -35,9 +35,7 @@ def test_every_row_once_in_order_with_its_words(blocks: tuple[RowBlock, ...], ti
 
 
 @given(blocks(), st.sampled_from([1, 16, 64]), st.integers(1, 5))
-def test_counted_tiles_are_what_each_word_is_bumped(
-    blocks: tuple[RowBlock, ...], tile_rows: int, columns: int
-) -> None:
+def test_counted_tiles_are_what_each_word_is_bumped(blocks: tuple[RowBlock, ...], tile_rows: int, columns: int) -> None:
     plan = TilePlan.of(blocks, tile_rows)
     counted = plan.tiles_per_word(columns)
     assert set(counted) == {piece.word for block in blocks for piece in block.pieces}

@@ -105,7 +105,7 @@ def select(rank: int, world_size: int, name: str, device: str) -> tuple[str, str
 
 
 def select_without(rank: int, world_size: int, broken: dict[str, int]) -> tuple[str, str]:
-    """"auto", where ``broken[backend]`` is the one rank on which that backend cannot allocate."""
+    """Choose by "auto" where ``broken[backend]`` is the one rank on which that backend cannot allocate."""
     with mock.patch.object(SharedMemoryBackend, "allocate", _broken(SharedMemoryBackend, broken.get("shared"))):
         failing = mock.patch.object(dist, "batch_isend_irecv", side_effect=RuntimeError("no route to host"))
         if "process_group" in broken:

@@ -101,7 +101,7 @@ def scatter(
                 extra = setting.draw(rank, (total, width), "addend", turn, q) if addend else None
                 return PartialGemm(lefts, matrices, extra, setting.draw(rank, (width,), "b") if turn % 2 else None)
 
-            out = torch.full((own.stop - own.start, width), float("nan"), dtype=setting.dtype, device=setting.rank_device(rank))
+            out = setting.draw(rank, (own.stop - own.start, width), "out").fill_(float("nan"))
             with delay_transfers(manager, delay_s, only_source=turn % size):
                 run(context_of(manager, partition, scatter=True, method=method, use_ce=use_ce), task(rank), out)
             reference, twin = None, None
@@ -135,7 +135,10 @@ def bulk_by_programs(rank: int, size: int, setting: Setting, partitions: Sequenc
             context = context_of(manager, partition, scatter=False, method="bulk", use_ce=False)
             found: list[torch.Tensor] = []
             bulk.all_gather(
-                context, x[partition.rows(rank)].contiguous(), lambda: None, lambda w, keep=found: keep.append(w.clone())
+                context,
+                x[partition.rows(rank)].contiguous(),
+                lambda: None,
+                lambda w, keep=found: keep.append(w.clone()),
             )
             assert torch.equal(found[0], x)
         manager.check()
@@ -153,7 +156,9 @@ def peer_never_comes(rank: int, size: int, setting: Setting) -> str:
         x = setting.draw(rank, (partition.counts[0], setting.hidden), "x")
         weight = setting.draw(rank, (setting.features, setting.hidden), "w")
         try:
-            fused.all_gather(context_of(manager, partition, scatter=False), x, RowGemm([weight.t()], [None], [out]), None)
+            fused.all_gather(
+                context_of(manager, partition, scatter=False), x, RowGemm([weight.t()], [None], [out]), None
+            )
             manager.check()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"

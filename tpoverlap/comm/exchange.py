@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 COMPUTED_PIECE = MAX_PIECES - 1
 """Its arrival flag carries no data; methods that use it have fewer pieces."""
 _REFRESH_EVERY = 1 << 20
-"""Uses of a region between two refreshes of all its arrival flags; far below the 2**31 that a flag may stay unwritten."""
+"""Uses of a region between two refreshes of all its arrival flags; far below the 2**31 that one may stay unwritten."""
 
 
 Gate = Callable[[Stream, Transfer], None]
@@ -228,8 +228,10 @@ class OneSidedExchange(Exchange):
         self.signals.set_arrival(self._comm, transfer.destination, self._ref, COMPUTED_PIECE)
 
     def wait_computed(self, stream: Stream) -> None:
-        """``stream`` goes on once every peer in this operation has computed what it sends here: a kernel that waits for
-        the rows themselves then waits for nothing that needs a multiprocessor of a peer."""
+        """``stream`` goes on once every peer has computed what it sends here in this operation.
+
+        A kernel that then waits for the rows themselves waits for nothing that needs a multiprocessor of a peer.
+        """
 
         def wait() -> None:
             for step in self.steps:

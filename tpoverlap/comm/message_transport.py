@@ -92,4 +92,3 @@ class MessageTransport(Transport):
         if self._receive is not None:
             self._receive.close()
         self._link.close()
-

@@ -52,7 +52,7 @@ class GlooExchange(Exchange):
         self._arrivals: dict[int, Event] = {}
         for step in self.steps:
             receive.run(partial(self._finish_receives, step))
-            self._arrivals[step.index] = receive.record()
+            self._arrivals[step.number] = receive.record()
 
     def _post_receives(self) -> None:
         for step in self.steps:
@@ -78,8 +78,8 @@ class GlooExchange(Exchange):
             self._mark(self._comm, "sent", transfer.step)
 
     def _wait(self, step: Step, stream: Stream) -> None:
-        stream.wait(self._arrivals[step.index])
-        self._mark(stream, "arrived", step.index)
+        stream.wait(self._arrivals[step.number])
+        self._mark(stream, "arrived", step.number)
 
     def _finish(self) -> None:
         self.caller.wait(self._compared)
@@ -135,11 +135,11 @@ class NcclExchange(Exchange):
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()  # orders the comm stream after NCCL's; does not block the host
-        self._arrivals[step.index] = self._comm.record()
+        self._arrivals[step.number] = self._comm.record()
 
     def _wait(self, step: Step, stream: Stream) -> None:
-        stream.wait(self._arrivals[step.index])
-        self._mark(stream, "arrived", step.index)
+        stream.wait(self._arrivals[step.number])
+        self._mark(stream, "arrived", step.number)
 
     def _finish(self) -> None:
         self.caller.wait(self._comm.record())

@@ -56,7 +56,7 @@ class Step(NamedTuple):
         peer: the rank received from in a ring step; -1 where a step receives from all peers.
     """
 
-    index: int
+    number: int
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     peer: int
@@ -105,9 +105,7 @@ def reduce_scatter_schedule(
         rows = partition.rows(destination)
         base = scatter_block(source, destination) * (rows.stop - rows.start) * width
         return tuple(
-            Transfer(
-                step, source, destination, piece, start, stop, base + (start - rows.start) * width, 0, width
-            )
+            Transfer(step, source, destination, piece, start, stop, base + (start - rows.start) * width, 0, width)
             for piece, (start, stop) in enumerate(_pieces(rows.start, rows.stop, max_piece_rows))
         )
 

@@ -30,7 +30,8 @@ HONOURED: Final[Mapping[str, frozenset[str]]] = {
     "bulk": _ALWAYS | {"use_ce"},
     "fused": _ALWAYS | {"use_ce", "num_splits", "atomic_gemm"},
     "sequential": _ALWAYS,
-    "auto": _ALWAYS | {"use_ce", "aggregate", "num_splits", "num_max_streams", "atomic_gemm"},  # what any choice of it may read
+    "auto": _ALWAYS
+    | {"use_ce", "aggregate", "num_splits", "num_max_streams", "atomic_gemm"},  # what any choice of it may read
     "external": _ALWAYS,
 }
 

@@ -1,9 +1,9 @@
-"""Where everything lies inside an arena. Byte arithmetic only: no device, no torch, Python integers (so no 2 GiB limit).
+"""Where everything lies inside an arena. Byte arithmetic only: no device, no torch, Python integers (no 2 GiB limit).
 
 Every rank's arena has the same layout::
 
     offset 0                                                   data_offset
-    | descriptors | aborts | arrival flags | credits | padding | region 0: slot 0, slot 1 | region 1: slot 0, slot 1 | ...
+    | descriptors | aborts | arrival flags | credits | padding | region 0: slots 0, 1 | region 1: slots 0, 1 | ...
 
 `docs/protocol.md` says who writes which word, and when.
 """

@@ -50,7 +50,7 @@ def select_backend(name: str, group: ProcessGroup, device: torch.device) -> Back
             raise BackendUnavailableError(f"backend={name!r} was asked for but does not work here: {reason}")
         return BackendChoice(classes[name](group, device), f"backend={name!r} was asked for; its probe passed")
     preferred = "cuda" if device.type == "cuda" else "shared"
-    rejected = []
+    rejected: list[str] = []
     for candidate in (preferred, "process_group"):
         reason = classes[candidate].probe(group, device)
         if reason is None:

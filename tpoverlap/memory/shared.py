@@ -79,8 +79,8 @@ class SharedMemoryBackend(Backend):
             os.unlink(path)
         if failed is not None:
             raise BackendUnavailableError(
-                f"backend 'shared': {failed}. Free or enlarge {SHM_DIRECTORY} (docker: --shm-size), lower the capacity, "
-                "or use backend='process_group'"
+                f"backend 'shared': {failed}. Free or enlarge {SHM_DIRECTORY} (docker: --shm-size), lower the "
+                "capacity, or use backend='process_group'"
             )
         return SharedArena(self.rank, maps, size_bytes)
 

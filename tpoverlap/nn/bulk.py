@@ -28,7 +28,12 @@ class BulkAllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: CommOverlap, partition: TokenPartition, x_shard_t: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+        ctx: Any,
+        comm: CommOverlap,
+        partition: TokenPartition,
+        x_shard_t: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.comm, ctx.partition = comm, partition
         ctx.save_for_backward(keepable(comm.manager, a), keepable(comm.manager, b))
@@ -67,9 +72,7 @@ def _gather(comm: CommOverlap, partition: TokenPartition, x_shard_t: torch.Tenso
     results: list[Any] = []
     gathered: list[torch.Tensor] = []
     operation = comm.manager.operation(comm, partition, scatter=False, beside=True)
-    gather_beside(
-        operation, x_shard_t, lambda: results.append(work()), lambda whole: gathered.append(whole.clone())
-    )
+    gather_beside(operation, x_shard_t, lambda: results.append(work()), lambda whole: gathered.append(whole.clone()))
     return gathered[0], results[0]
 
 

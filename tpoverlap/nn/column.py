@@ -67,9 +67,7 @@ class ColumnLinear(torch.autograd.Function):
         needs_biases = ctx.needs_input_grad[5 + ctx.num_weights :]
         backward = _Backward(layer, ctx.partition, x_shard_t, weights, output_grads, addend, list(needs_weights))
         x_grad = backward.run(needs_x)
-        bias_grads = [
-            dy.sum(0) if needed else None for dy, needed in zip(output_grads, needs_biases, strict=True)
-        ]
+        bias_grads = [dy.sum(0) if needed else None for dy, needed in zip(output_grads, needs_biases, strict=True)]
         return (None, None, None, x_grad, None, *backward.weight_grads, *bias_grads)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -62,8 +63,8 @@ def all_gather_gemm(
     require_matmul(layer.fprop, x_shard_t, weights)
     for one_weight, one_bias in zip(weights, biases, strict=True):
         _require_bias(layer.name, one_weight, one_bias)
-    outputs = ColumnLinear.apply(
-        layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases
+    outputs: tuple[torch.Tensor, ...] = _apply(
+        ColumnLinear, layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases
     )
     return outputs[0] if isinstance(weight, torch.Tensor) and not return_gathered else outputs
 
@@ -96,7 +97,7 @@ def gemm_reduce_scatter(
     require_matmul(layer.fprop, x, [weight])
     require_output_width(layer.fprop, weight.shape[0])
     _require_bias(layer.name, weight, bias)
-    result: torch.Tensor = RowLinear.apply(layer, resolved, x, weight, bias)
+    result: torch.Tensor = _apply(RowLinear, layer, resolved, x, weight, bias)
     return result
 
 
@@ -110,7 +111,7 @@ def bulk_all_gather(
     require_communicator(comm, scatter=False)
     resolved = shard_partition(comm, x_shard_t, partition)
     a, b = _require_operands(comm, gemm)
-    gathered, product = BulkAllGather.apply(comm, resolved, x_shard_t, a, b)
+    gathered, product = _apply(BulkAllGather, comm, resolved, x_shard_t, a, b)
     return gathered, product
 
 
@@ -125,8 +126,12 @@ def bulk_reduce_scatter(
     resolved = full_partition(comm, y, partition, "y")
     require_output_width(comm, y.shape[1])
     a, b = _require_operands(comm, gemm)
-    shard, product = BulkReduceScatter.apply(comm, resolved, y, a, b)
+    shard, product = _apply(BulkReduceScatter, comm, resolved, y, a, b)
     return shard, product
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)
 
 
 def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +146,7 @@ def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]
             )
     if a.shape[1] != b.shape[1] or a.dtype != b.dtype:
         raise ActiveShapeError(
-            f"{comm.name}: gemm=(a, b) computes a @ b.T, but a is {list(a.shape)} {a.dtype} and b {list(b.shape)} {b.dtype}"
+            f"{comm.name}: gemm=(a, b) is for a @ b.T, but a is {list(a.shape)} {a.dtype}, b {list(b.shape)} {b.dtype}"
         )
     return a, b
 

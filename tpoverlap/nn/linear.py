@@ -65,9 +65,10 @@ class Linear(torch.nn.Module):
             raise ConfigError(f"{ub_name}: {which}={cut} is not divisible by tp_size={manager.tp_size}")
         rows = out_features // manager.tp_size if parallel_mode == "column" else out_features
         columns = in_features if parallel_mode == "column" else in_features // manager.tp_size
-        where = {"device": manager.device if device is None else device, "dtype": dtype or manager.dtype}
-        self.weight = torch.nn.Parameter(torch.empty(rows, columns, **where))
-        self.bias = torch.nn.Parameter(torch.empty(rows, **where)) if bias else None
+        device = manager.device if device is None else device
+        dtype = manager.dtype if dtype is None else dtype
+        self.weight = torch.nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         if self.bias is not None and parallel_mode == "row":
             self.bias.sequence_parallel = True  # type: ignore[attr-defined]  # Megatron's flag, read by sync_replicated_grads
         self.reset_parameters()

@@ -31,7 +31,7 @@ def checkpoint_context_fn(
 
     Args:
         inner: another context_fn to combine with, such as a selective-checkpoint policy:
-            ``functools.partial(tpo.checkpoint_context_fn, functools.partial(create_selective_checkpoint_contexts, policy))``.
+            ``partial(tpo.checkpoint_context_fn, partial(create_selective_checkpoint_contexts, policy))``.
 
     Returns:
         The contexts of the first forward and of the recomputation.

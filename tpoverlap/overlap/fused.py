@@ -18,12 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 import torch
 
-from tpoverlap.comm import ArrivalWords, Channel, OneSidedExchange, Step, Transfer
+from tpoverlap.comm import (
+    ArrivalWords,
+    Channel,
+    OneSidedExchange,
+    Transfer,
+    all_gather_schedule,
+    reduce_scatter_schedule,
+)
 from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.streams import Stream
 from tpoverlap.errors import BackendUnavailableError, PeerTimeoutError
@@ -95,7 +102,7 @@ def all_gather(
         if kernels.launcher.interpreted and not context.config.use_ce:
             caller.wait(exchange.sent())  # interpreted kernels of one process run one at a time
         exchange.wait_entered(caller)
-        blocks = tuple(_block(partition, step) for step in exchange.steps)
+        blocks = _gather_blocks(partition, width, context.rank, piece_rows)
         own_block = RowBlock(own.start, own.stop)
         arrivals = exchange.arrivals
         gate = Gate(arrivals.address, arrivals.epoch)
@@ -125,7 +132,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         assert isinstance(exchange, OneSidedExchange), "checked before"
         caller = exchange.caller
         staging = gemm.empty(partition.total, context.width)
-        blocks = tuple(_destination_block(step) for step in exchange.steps if step.sends)
+        blocks = _scatter_blocks(partition, context.width, context.rank, piece_rows)
         counters, targets = kernels.counters.next(launcher.tiles_per_word(gemm, blocks))
         last_words = {step.sends[-1].destination: _counter(step.sends[-1]) for step in exchange.steps if step.sends}
         allocated = caller.record()  # before the kernel: sends follow its counters, not its end
@@ -202,22 +209,26 @@ def _make_kernels(channel: Channel, reserve: int) -> _Kernels:
     return _Kernels(launcher, PieceCounters(channel.device, channel.tp_size))
 
 
-def _block(partition: TokenPartition, step: Step) -> RowBlock:
-    """Rows that ``step`` receives, with their arrival flags."""
-    rows = partition.rows(step.peer)
-    pieces = tuple(
-        PieceRows(ArrivalWords.word(transfer.source, transfer.piece), transfer.row_start, transfer.row_stop)
-        for transfer in step.receives
+@lru_cache(maxsize=256)
+def _gather_blocks(partition: TokenPartition, width: int, rank: int, piece_rows: int) -> tuple[RowBlock, ...]:
+    """Rows that each step receives, with their arrival flags."""
+    steps = all_gather_schedule(partition, width, rank, piece_rows)
+    return _blocks(
+        [[(ArrivalWords.word(t.source, t.piece), t.row_start, t.row_stop) for t in step.receives] for step in steps]
     )
-    return RowBlock(rows.start, rows.stop, pieces)
 
 
-def _destination_block(step: Step) -> RowBlock:
-    """Rows that ``step`` sends, with the counters of their pieces."""
-    pieces = tuple(
-        PieceRows(_counter(transfer), transfer.row_start, transfer.row_stop) for transfer in step.sends
-    )
-    return RowBlock(pieces[0].start, pieces[-1].stop, pieces)
+@lru_cache(maxsize=256)
+def _scatter_blocks(partition: TokenPartition, width: int, rank: int, piece_rows: int) -> tuple[RowBlock, ...]:
+    """Rows that each step sends, with the counters of their pieces."""
+    steps = reduce_scatter_schedule(partition, width, rank, piece_rows)
+    return _blocks([[(_counter(t), t.row_start, t.row_stop) for t in step.sends] for step in steps])
+
+
+def _blocks(steps: list[list[tuple[int, int, int]]]) -> tuple[RowBlock, ...]:
+    """One block a step that has rows."""
+    pieces = [tuple(PieceRows(*piece) for piece in step) for step in steps if step]
+    return tuple(RowBlock(block[0].start, block[-1].stop, block) for block in pieces)
 
 
 def _counter(transfer: Transfer) -> int:

@@ -5,6 +5,8 @@ The cut is along N, so it does not depend on T. Pieces go round ``num_max_stream
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tpoverlap.comm import Exchange, sum_in_rank_order
@@ -20,24 +22,24 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
     with context.open_scatter() as exchange:
         streams = exchange.compute_streams[: context.config.num_max_streams] or [exchange.caller]
         begin = exchange.caller.record()
-        partials = [gemm.empty(context.partition.total, stop - start) for start, stop in columns]
-        for step, (start, stop), partial in zip(exchange.steps, columns, partials, strict=True):
-            stream = streams[step.index % len(streams)]
+        summands = [gemm.empty(context.partition.total, stop - start) for start, stop in columns]
+        for step, (start, stop), summand in zip(exchange.steps, columns, summands, strict=True):
+            stream = streams[step.number % len(streams)]
             if stream is not exchange.caller:
                 stream.wait(begin)
             exchange.run(
                 stream,
-                lambda a=start, b=stop, p=partial: gemm.columns(a, b, p, own),
+                partial(gemm.columns, start, stop, summand, own),
                 "gemm",
-                step.index,
+                step.number,
             )
-            exchange.send(step, partial, 0, stream.record())
+            exchange.send(step, summand, 0, stream.record())
         for stream in streams:
             if stream is not exchange.caller:
                 exchange.caller.wait(stream.record())
-        for step, (start, stop), partial in zip(exchange.steps, columns, partials, strict=True):
+        for step, (start, stop), summand in zip(exchange.steps, columns, summands, strict=True):
             exchange.wait(step, exchange.caller)
-            _reduce_columns(exchange, start, stop, partial[own], out)
+            _reduce_columns(exchange, start, stop, summand[own], out)
 
 
 def _reduce_columns(exchange: Exchange, start: int, stop: int, own_partial: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Methods by name: the one place that maps a dispatched method to its code. A new method is one file and one row here."""
+"""Methods by name: the one place that maps a dispatched method to its code. A new method is a file and a row here."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def gemm_then_scatter(context: OperationContext, gemm: PartialGemm, out: torch.T
         SCATTER_METHODS[context.method](context, gemm, out)
 
 
-def gather_beside(
-    context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered
-) -> None:
+def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered) -> None:
     """All-gather of [T_r, H] beside ``work``, a GEMM that does not depend on it."""
     with open_gather(context, x_shard_t) as gather:
         gather.run_beside(work)
@@ -86,9 +84,7 @@ class _DoneGather:
 
 
 @contextmanager
-def open_gather(
-    context: OperationContext, x_shard_t: torch.Tensor
-) -> Iterator[bulk.PendingGather | _DoneGather]:
+def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> Iterator[bulk.PendingGather | _DoneGather]:
     """An all-gather under way: run other operations inside the block, then ``read`` the gathered [T, H]."""
     with context.nvtx_range("all-gather"):
         if context.method == "bulk":

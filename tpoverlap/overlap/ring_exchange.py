@@ -14,6 +14,7 @@ Every send is enqueued before the first wait, so a single hardware queue (CUDA_D
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -45,7 +46,7 @@ def all_gather(
                 exchange.wait(step, exchange.caller)
                 rows = context.partition.rows(step.peer)
                 chunk = whole[rows]
-                exchange.run(exchange.caller, lambda c=chunk, r=rows: gemm.rows(c, r.start), "gemm", step.index)
+                exchange.run(exchange.caller, partial(gemm.rows, chunk, rows.start), "gemm", step.number)
         if needs_own_copy:
             exchange.wait_own(exchange.caller)
         if read_gathered is not None:
@@ -67,29 +68,25 @@ def _gemm_on_pairs(exchange: Exchange, whole: torch.Tensor, gemm: RowGemm) -> No
             else:
                 exchange.wait(by_peer[rank], exchange.caller)
         start, stop = partition.rows(ranks[0]).start, partition.rows(ranks[-1]).stop
-        exchange.run(
-            exchange.caller, lambda a=start, b=stop: gemm.rows(whole[a:b], a), "gemm", turn
-        )
+        exchange.run(exchange.caller, partial(gemm.rows, whole[start:stop], start), "gemm", turn)
 
 
 def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
     """Peers' rows first, pushed as they finish; own rows last. See `registry.gemm_then_scatter`."""
     partition, own = context.partition, context.own_rows
     with context.open_scatter() as exchange:
-        partial = gemm.empty(partition.total, context.width)
+        summand = gemm.empty(partition.total, context.width)
         for step in exchange.steps:
             # step s receives from r - s and sends to r + s
-            rows = partition.rows((context.rank + step.index) % partition.tp_size)
+            rows = partition.rows((context.rank + step.number) % partition.tp_size)
             exchange.run(
                 exchange.caller,
-                lambda rows=rows: gemm.rows(rows.start, rows.stop, partial[rows]),
+                partial(gemm.rows, rows.start, rows.stop, summand[rows]),
                 "gemm",
-                step.index,
+                step.number,
             )
-            exchange.send(step, partial, 0, exchange.caller.record())
-        exchange.run(
-            exchange.caller, lambda: gemm.rows(own.start, own.stop, partial[own], owned=True), "gemm", 0
-        )
+            exchange.send(step, summand, 0, exchange.caller.record())
+        exchange.run(exchange.caller, lambda: gemm.rows(own.start, own.stop, summand[own], owned=True), "gemm", 0)
         for step in exchange.steps:
             exchange.wait(step, exchange.caller)
-        reduce_blocks(exchange, partial[own], out)
+        reduce_blocks(exchange, summand[own], out)

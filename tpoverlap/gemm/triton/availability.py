@@ -33,7 +33,7 @@ def kernels_missing(device: torch.device) -> str | None:
 
 
 def require_kernels(device: torch.device, what: str) -> None:
-    """Raise BackendUnavailableError, naming ``what`` needs them and what is missing, unless `kernels_missing` is None."""
+    """Raise BackendUnavailableError, which names ``what`` needs them, unless `kernels_missing` is None."""
     missing = kernels_missing(device)
     if missing is not None:
         raise BackendUnavailableError(f"{what} needs Triton kernels: {missing}, or configure another method")

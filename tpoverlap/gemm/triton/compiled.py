@@ -13,7 +13,6 @@ import torch
 
 from tpoverlap.gemm.triton.tiles import TileShape
 
-
 TILE_GEMM_ARGUMENTS: Final = (
     "table", "own_rows", "num_rows", "own", "own_ld", "a0", "a1", "a2", "b0", "b1", "b2", "K0", "K1", "K2",
     "a0_ld", "a1_ld", "a2_ld", "b0_ld", "b1_ld", "b2_ld", "N", "own_shift", "left_shift", "out", "out_descriptor",

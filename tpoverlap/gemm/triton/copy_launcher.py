@@ -52,4 +52,3 @@ class CopyLauncher:
             ADDRESSED=self._interpreted,
             num_warps=_NUM_WARPS,
         )
-

@@ -153,9 +153,7 @@ class GemmLauncher:
         """The tile of `partial_rows`."""
         return self.tile_for(tuple(block.stop - block.start for block in blocks), gemm.width, gemm.dtype)
 
-    def own_rows(
-        self, gemm: PartialGemm, block: RowBlock, out: torch.Tensor, received: Received
-    ) -> None:
+    def own_rows(self, gemm: PartialGemm, block: RowBlock, out: torch.Tensor, received: Received) -> None:
         """``out`` [T_r, N] = rows of ``block``, bias, and what was received, added in rank order and rounded once.
 
         Words of ``block``, if it has some, are those of its pieces in every source's part of ``received.gate``.
@@ -179,7 +177,12 @@ class GemmLauncher:
             )
 
         gate_address = None if received.gate is None else received.gate.address
-        key = (block, received.address, gate_address, *_places(*gemm.lefts, *gemm.matrices, gemm.addend, gemm.bias, out))
+        key = (
+            block,
+            received.address,
+            gate_address,
+            *_places(*gemm.lefts, *gemm.matrices, gemm.addend, gemm.bias, out),
+        )
         self._prepared_for(key, prepare).launch(0 if received.gate is None else received.gate.epoch, None)
 
     def tile_for(

@@ -221,9 +221,7 @@ def _tile(
             for source in tl.static_range(0, NUM_RANKS):
                 if source != RANK:
                     words = flags + source * words_per_rank * 4
-                    given_up = wait_for_words(
-                        words, first_word, num_words, epoch, limit, error, given_up, INTERPRETED
-                    )
+                    given_up = wait_for_words(words, first_word, num_words, epoch, limit, error, given_up, INTERPRETED)
         blocks = address.to(tl.pointer_type(out.dtype.element_ty))
         total = _sum_in_rank_order(total, blocks, offsets, mask, block_elements, NUM_RANKS, RANK)
     if GATED or SUM_GATED:

@@ -1,0 +1,130 @@
+"""Compiled for Hopper without a GPU: tensor cores and bulk copies are used, registers do not spill where it counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def build(tile_index: int, **constants: Any) -> dict[str, Any]:
+    """What came out of one variant in bfloat16; in another process, as the interpreter may be on in this one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gemm.test_compiles", str(tile_index), json.dumps(constants)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("tile_index", [0, 1, 4])
+def test_all_gather(tile_index: int) -> None:
+    found = build(tile_index, HAS_OWN=True, GATED=True)
+    assert found["wgmma"] and found["bulk_loads"] and found["bulk_stores"], found
+    assert found["acquires"] >= 2, "the flag is read before the spin and in it"
+    assert found["shared_bytes"] <= 227 * 1024, found
+    assert not found["spills"], found
+
+
+@pytest.mark.parametrize("tile_index", [0, 1])
+def test_reduce_scatter(tile_index: int) -> None:
+    partial = build(tile_index, SIGNALS=True)
+    assert partial["wgmma"] and not partial["spills"], partial
+    assert partial["releases"] == 1, "one counter is bumped a tile, with release order"
+    assert partial["bulk_waits"], "a bulk store must have written before it is counted"
+    own = build(tile_index, NUM_RANKS=2, RANK=1, SUM_GATED=True)
+    assert own["wgmma"] and own["spills"] <= 64, own  # a few, once a tile
+
+
+def main(tile_index: int, given: dict[str, Any]) -> None:
+    """Compile and print one line of JSON."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tpoverlap.gemm.triton import tiles
+    from tpoverlap.gemm.triton.tile_gemm import _CHANGING, tile_gemm
+
+    tile = tiles._HALF[tile_index][0]
+    constants = {
+        **dict.fromkeys(("HAS_OWN", "HAS_BIAS", "HAS_ADDEND", "GATED", "SIGNALS", "SUM_GATED", "ADDRESSED"), False),
+        **{"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group, "PARTS": tile.parts},
+        **{"NUM_TERMS": 1, "TMA": True, "TMA_STORE": True, "N_MAJOR": True, "PRECISION": "tf32"},
+        **{"NUM_RANKS": 1, "RANK": 0, "INTERPRETED": False},
+        **given,
+    }
+    left, right = (tile.rows, tile.depth), (tile.columns, tile.depth)
+    described = {name: left for name in ("own", "a0", "a1", "a2")} | {name: right for name in ("b0", "b1", "b2")}
+    described["out_descriptor"] = (tile.rows, tile.columns // tile.parts)
+    wide = ("received", "flags", "limit", "error")
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in described:
+            return f"tensordesc<bf16[{described[name][0]},{described[name][1]}]>"
+        if name in ("table", "counters"):
+            return "*i32"
+        if name in ("out", "bias", "addend"):
+            return "*bf16"
+        return "i64" if name in wide else "i32"
+
+    names = list(tile_gemm.arg_names)
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name not in constants and name not in _CHANGING and name not in described
+    }
+    source = ASTSource(tile_gemm, {name: type_of(name) for name in names}, constexprs=constants, attrs=aligned)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx: str = binary.asm["ptx"]
+    print(
+        json.dumps(
+            {
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "bulk_loads": ptx.count("cp.async.bulk.tensor.2d.shared"),
+                "bulk_stores": ptx.count("cp.async.bulk.tensor.2d.global"),
+                "bulk_waits": ptx.count("cp.async.bulk.wait_group 0;"),
+                "acquires": ptx.count("ld.acquire.sys.global.b32"),
+                "releases": ptx.count("sys.release.add") + ptx.count("release.sys.global.add"),
+                "shared_bytes": binary.metadata.shared,
+                "spills": _stack_bytes(binary.asm["cubin"]),
+            }
+        )
+    )
+
+
+def _stack_bytes(binary: bytes) -> int:
+    """Bytes of stack a thread, by the disassembler that Triton ships."""
+    import re
+    import tempfile
+
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return sum(int(size) for size in re.findall(r"STACK:(\d+)", shown))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))
