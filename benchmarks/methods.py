@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tpoverlap as tpo
+from tpoverlap.config import SUPPORTED, resolve
 from tpoverlap.testing import relative_error
 
 Run = Callable[[], torch.Tensor]
@@ -54,7 +55,12 @@ def measure_shape(
     weight /= in_features**0.5
     configs = _GATHER_CONFIGS if direction == "ag" else _SCATTER_CONFIGS
     managers = {
-        label: tpo.UserBufferManager(None, (num_tokens, width), device=device, ub_cfgs={f"{name}_fprop": options})
+        label: tpo.UserBufferManager(
+            None,
+            (num_tokens, width),
+            device=device,
+            ub_cfgs=resolve({f"{name}_fprop": options}, world_size, supported=SUPPORTED | {"fused"}),
+        )
         for label, options in configs.items()
     }
     call = tpo.all_gather_gemm if direction == "ag" else tpo.gemm_reduce_scatter
