@@ -43,8 +43,18 @@ RING_BOUND = 0.93
 class Report:
     """Rows of what was checked; a failure is a row, and the run goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: Path, where: Row) -> None:
         self.rows: list[Row] = []
+        self.times: list[Row] = []
+        self.not_run: list[str] = []
+        self._out = out
+        self._where = where
+
+    def write(self) -> None:
+        """Write what there is: after every check, so that a run that is cut off leaves its rows."""
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        content = {"environment": self._where, "checks": self.rows, "times": self.times, "not_run": self.not_run}
+        self._out.write_text(json.dumps(content, indent=1) + "\n")
 
     def check(self, name: str, run: Callable[[], Any]) -> Any:
         """Run one check and keep its result or its error."""
@@ -56,6 +66,7 @@ class Report:
             traceback.print_exc(limit=1)
         seconds = round(time.monotonic() - begin, 1)
         self.rows.append({"check": name, "status": status, "seconds": seconds, "detail": detail, "result": result})
+        self.write()
         console.print(f"[{'green' if status == 'ok' else 'red'}]{status:7}[/] {seconds:6.1f} s  {name}  {detail[:400]}")
         return result
 
@@ -189,7 +200,8 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
     gpu = where["gpus"][0].replace(" ", "-")
     out = out or Path("benchmarks/results") / f"gpu_check_{where['date'][:10]}_{num_gpus}x{gpu}.json"
     parts = only or ("numbers", "queues", "train", "costs", "times")
-    report, times = Report(), []
+    where["ranks_share_gpus"] = num_gpus < 2
+    report = Report(out, where)
     if "numbers" in parts:
         for world_size, dtype, every in QUICK_NUMBERS if quick else NUMBERS:
             _numbers(report, world_size, dtype, every)
@@ -200,18 +212,14 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
             _train(report, out, tp_size, 8 if tp_size == 2 and not quick else 4)
     if "costs" in parts:
         _costs(report, quick)
-    not_run = []
     if "times" in parts and num_gpus >= 2:
-        times = _times(report, quick)
-        _print_times(times)
+        report.times = _times(report, quick)
+        _print_times(report.times)
     elif "times" in parts:
-        not_run.append(f"times of methods: they need 2 GPUs, this machine has {num_gpus}; ranks shared it for the rest")
-    where["ranks_share_gpus"] = num_gpus < 2
-    out.parent.mkdir(parents=True, exist_ok=True)
-    content = {"environment": where, "checks": report.rows, "times": times, "not_run": not_run}
-    out.write_text(json.dumps(content, indent=1) + "\n")
+        report.not_run.append(f"times of methods: they need 2 GPUs, this machine has {num_gpus}, which ranks shared")
+    report.write()
     console.print(f"{len(report.rows) - len(report.failed)} of {len(report.rows)} checks passed; {out}")
-    for line in not_run:
+    for line in report.not_run:
         console.print(f"[yellow]not run:[/] {line}")
     if report.failed:
         console.print("[red]failed:[/] " + ", ".join(report.failed))

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import tpoverlap as tpo
-from tpoverlap.config import SUPPORTED, resolve
 from tpoverlap.testing import relative_error
 
 Run = Callable[[], torch.Tensor]
@@ -23,14 +22,12 @@ OPERATIONS_A_ROUND = 4
 _GATHER_CONFIGS: dict[str, dict[str, Any]] = {
     "ring_exchange": {"method": "ring_exchange"},
     "ring_exchange aggregate": {"method": "ring_exchange", "aggregate": True},
-    "fused": {"method": "fused"},
     "sequential": {"method": "sequential"},
 }
 _SCATTER_CONFIGS: dict[str, dict[str, Any]] = {
     "ring_exchange": {"method": "ring_exchange"},
     "pipeline 2": {"method": "pipeline", "num_splits": 2},
     "pipeline 4": {"method": "pipeline", "num_splits": 4},
-    "fused": {"method": "fused"},
     "sequential": {"method": "sequential"},
 }
 
@@ -59,7 +56,7 @@ def measure_shape(
             None,
             (num_tokens, width),
             device=device,
-            ub_cfgs=resolve({f"{name}_fprop": options}, world_size, supported=SUPPORTED | {"fused"}),
+            ub_cfgs={f"{name}_fprop": options},
         )
         for label, options in configs.items()
     }

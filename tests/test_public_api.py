@@ -1,4 +1,4 @@
-"""Pins the public names: shared/DESIGN.md is a contract with users. Additions of ours come after what it lists."""
+"""Pins the public names: the design is a contract with users. Additions of ours come after what it lists."""
 
 from __future__ import annotations
 

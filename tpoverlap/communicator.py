@@ -73,6 +73,10 @@ class CommOverlap:
             f"{type(self).__name__}({self.name!r}, {self.config.method}, capacity {self.get_buffer_capacity_shape()})"
         )
 
+    def __deepcopy__(self, memo: dict[int, object]) -> CommOverlap:
+        """The same one: it belongs to the manager, which a copied model shares."""
+        return self
+
     @property
     def is_reduce_scatter(self) -> bool:
         """The direction that its configuration gives it."""
@@ -165,8 +169,8 @@ class CommOverlapP2P(CommOverlap):
 class LayerCommunicators:
     """The communicators of one layer; ``mgr.layer("qkv")``.
 
-    ``dgrad_scatter`` is set when the configuration reduce-scatters the input gradient inside dgrad instead of beside
-    wgrad (a non-bulk ``qkv_dgrad``).
+    `scatters_in_dgrad` says that the configuration reduce-scatters the input gradient inside dgrad instead of beside
+    wgrad (a non-bulk ``qkv_dgrad``); there is no wgrad communicator then, nor in a row layer.
     """
 
     manager: UserBufferManager

@@ -368,7 +368,7 @@ class UserBufferManager:
         None takes the active shape with its rows a rank, or the capacity where there is none.
         """
         self.require_open()
-        communicator = self._names.get(name)
+        communicator = self._names.find(name)
         partition = communicator.partition if num_tokens is None else None
         if partition is None:
             tokens = communicator.max_tokens if num_tokens is None else num_tokens
@@ -431,6 +431,19 @@ class UserBufferManager:
             if self.channel is not None:
                 self.channel.abort()
             self._names.forget()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"backend {self.backend_name}, active shape {self.active_shape}"
+        return f"UserBufferManager(rank {self.rank} of {self.tp_size}, capacity {self.capacity_shape}, {state})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UserBufferManager:
+        """A copied model (for averaging, say) uses the same buffers: they belong to the group, not to the model."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a UserBufferManager owns memory of this process and cannot be pickled: save model.state_dict()"
+        )
 
     def __enter__(self) -> UserBufferManager:
         self.require_open()

@@ -67,6 +67,13 @@ class NameTable:
             f"Add it with mgr.register({name!r}, width=...) or in ub_cfgs"
         )
 
+    def find(self, name: str) -> CommOverlap:
+        """As `get`, but also the stand-in of a name that a layer uses without anybody having registered it."""
+        for communicator in self._unregistered.values():
+            if communicator.name == name and name not in self._table:
+                return communicator
+        return self.get(name)
+
     def config_source(self, name: str) -> str:
         """Where the options of ``name`` come from: "explicit" or "default"."""
         return self._config.source(name)

@@ -94,7 +94,11 @@ class TokenPartition:
         return max(self.counts)
 
     def rows(self, rank: int) -> slice:
-        """The rows of ``rank`` as a slice into the [T, H] activation (empty when it owns none)."""
+        """The rows of ``rank`` (in the TP group) as a slice into the [T, H] activation; empty when it owns none."""
+        if not 0 <= rank < len(self.counts):
+            raise ActiveShapeError(
+                f"rank {rank} is not in a group of {len(self.counts)}: rows() takes the rank in the TP group (mgr.rank)"
+            )
         start = self.offsets[rank]
         return slice(start, start + self.counts[rank])
 

@@ -74,9 +74,15 @@ class Linear(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As ``torch.nn.Linear``, by the full layer's fan-in; every rank draws its own shard."""
+        """As ``torch.nn.Linear``, by the full layer's fan-in. Ranks draw different shards also from one seed.
+
+        (A seed that is the same on every rank is what replicated parameters need; the shards must not follow it.)
+        """
         bound = 1 / math.sqrt(self.in_features)
-        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.weight.device.type != "meta":
+            seed = int(torch.randint(2**62, ()).item()) + self.manager.rank
+            generator = torch.Generator(self.weight.device).manual_seed(seed)
+            torch.nn.init.uniform_(self.weight, -bound, bound, generator=generator)
         if self.bias is not None:
             # Zero: a row bias is replicated, and drawing it would give every rank another one.
             torch.nn.init.zeros_(self.bias)

@@ -42,5 +42,6 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tpoverlap")
 def main() -> None:
     """Tensor-parallel communication hidden behind GEMMs, for token counts that change every microbatch."""

@@ -149,7 +149,8 @@ def signed32(value: int) -> int:
 
 def _for_launch(value: Any) -> Any:
     """Addresses instead of tensors: Triton asks the driver about every pointer that comes as an object, and a prepared
-    launch must not keep activations alive."""
+    launch must not keep activations alive.
+    """
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return _Map(value.tensor) if value.__class__ is _Described else value

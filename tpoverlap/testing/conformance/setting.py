@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tpoverlap.manager import UserBufferManager
 from tpoverlap.testing.specs import token_counts, uneven_partitions
@@ -46,7 +47,9 @@ class Setting:
         """The device of ``rank``; makes it the current one."""
         if self.device == "cpu":
             return torch.device("cpu")
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        # By process, not by rank in a group: two TP groups in one world may have the same rank on different GPUs.
+        process = dist.get_rank() if dist.is_initialized() else rank
+        device = torch.device("cuda", process % torch.cuda.device_count())
         torch.cuda.set_device(device)
         # cuBLAS may add partial products in half precision, ours or the twin's, depending on the shape: far outside one
         # rounding. Off, so that the tolerances speak of tpoverlap.
