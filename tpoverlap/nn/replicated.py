@@ -14,8 +14,8 @@ def sync_replicated_grads(model: torch.nn.Module, group: Any) -> int:
 
     Under sequence parallelism norm weights, row biases and replicated embeddings multiply only this rank's T_r rows.
     Without this call a plain training loop trains them on 1 / R of the tokens, and differently on every rank.
-    (Megatron-core's ``finalize_model_grads`` does the same for the same flag.) Call it once an optimizer step, after the
-    last backward: it sums what ``grad`` holds, so after every microbatch it would count the earlier ones again. A
+    (Megatron-core's ``finalize_model_grads`` does the same for the same flag.) Call it once an optimizer step, after
+    the last backward: it sums what ``grad`` holds, so after every microbatch it would count the earlier ones again. A
     parameter that got no gradient on this rank (it owned no row) takes part with zeros.
 
     Args:

@@ -5,13 +5,14 @@
     all-gather, rank r:      comm   | own rows -> r-1, piece by piece | -> r-2 | ...           (copy engine)
                              caller | peers in? | one kernel: own rows | r+1's, as pieces arrive | r+2's | ...
 
-    reduce-scatter, rank r:  caller | kernel: r+1's rows | r+2's rows | ... | computed? | kernel: own rows + what arrived
+    reduce-scatter, rank r:  caller | kernel: r+1's rows | r+2's | ... | computed? | kernel: own rows + what arrived
                              comm          | piece counted -> r+1 | ...                        (copy engine)
 
 Deadlock (docs/protocol.md): the gather's kernel may fill the GPU, so it starts only when every peer has entered the
 operation, and then waits for nothing but copies that were enqueued before. The scatter's second kernel starts when
 every peer has computed what it sends here (a stream-side wait, which occupies no multiprocessor), and then waits, in
-its epilogue, for nothing but copies. Where programs copy (``use_ce: false``) the kernels leave them their multiprocessors.
+its epilogue, for nothing but copies. Where programs copy (``use_ce: false``) the kernels leave them
+their multiprocessors.
 """
 
 from __future__ import annotations
