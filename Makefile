@@ -17,6 +17,8 @@ READY := $(VENV)/ready
 
 # The CPU build of torch. Exactly this spelling: a looser one makes pip fetch a CUDA build of several GB.
 CPU_TORCH := torch==2.13.0
+# Its interpreter runs the kernels' tests without a GPU. Without its needs: torch is there.
+CPU_TRITON := triton==3.9.0
 
 # Ranks are processes; more than one thread in each would only fight for the cores.
 export OMP_NUM_THREADS ?= 1
@@ -40,6 +42,7 @@ $(READY): pyproject.toml
 	fi
 	pip="$(BIN)/python -m pip --disable-pip-version-check"
 	if [ -n "$$torch" ]; then $$pip install --quiet "$$torch"; fi
+	if [ "$$torch" = '$(CPU_TORCH)' ]; then $$pip install --quiet --no-deps '$(CPU_TRITON)'; fi
 	# Keeps pip from replacing that torch while it resolves everything else.
 	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/constraints.txt
 	$$pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
