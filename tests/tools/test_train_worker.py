@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -46,8 +47,18 @@ def hang(job: TrainJob, group: dist.ProcessGroup, rank: int, report: ProgressLis
     raise AssertionError("not reached")
 
 
-def no_children_left() -> bool:
-    return not [p for p in psutil.Process().children() if p.is_running() and "spawn_main" in " ".join(p.cmdline())]
+def spawned() -> set[int]:
+    """Processes that multiprocessing has started here and that still run."""
+    children = psutil.Process().children()
+    return {p.pid for p in children if p.is_running() and "spawn_main" in " ".join(p.cmdline())}
+
+
+@pytest.fixture(autouse=True)
+def no_children_left() -> Iterator[None]:
+    """Every test ends its ranks; the session's pools of other tests may be running beside it."""
+    before = spawned()
+    yield
+    assert spawned() <= before
 
 
 def test_outcome_and_progress_of_rank_0_come_back() -> None:
@@ -56,7 +67,6 @@ def test_outcome_and_progress_of_rank_0_come_back() -> None:
     assert [record.loss for record in outcome.steps[:2]] == [3.0, 1.0]  # a collective worked; one thread a rank
     assert torch.equal(outcome.first_gradients["head"], torch.full((2, 2), 2.0))
     assert seen == [Progress("train", 1, 5)]
-    assert no_children_left()
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
@@ -65,7 +75,6 @@ def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
     text = str(error.value)
     assert text.startswith("rank 1 of 2 failed: Traceback") and "ValueError: the real reason" in text
     assert "rank 0 then: " in text and "PeerTimeoutError: rank 1 did not answer" in text
-    assert no_children_left()
 
 
 def test_a_rank_that_dies_is_named_with_its_signal() -> None:
@@ -73,13 +82,11 @@ def test_a_rank_that_dies_is_named_with_its_signal() -> None:
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed: its process ended with exit code -9 \(SIGKILL\)"):
         spawn(small_job(), lambda progress: None, die_on_rank_1)
     assert time.monotonic() - started < 60
-    assert no_children_left()
 
 
 def test_ranks_that_hang_are_ended() -> None:
     with pytest.raises(RankFailedError, match=r"no progress for 6 s; ranks \[0, 1\] were still running"):
         spawn(small_job(timeout_s=5.0), lambda progress: None, hang, silence_grace_s=1.0)
-    assert no_children_left()
 
 
 def test_torchrun_is_recognised_by_its_environment() -> None:

@@ -47,6 +47,9 @@ class ColumnLinear(torch.autograd.Function):
         gathered: list[torch.Tensor] = []
         operation = layer.manager.operation(layer.fprop, partition, scatter=False)
         x_shard_t = x_shard_t.contiguous()  # saved like this, too: backward sends it again
+        if operation.method == "sequential":
+            # It claims no slot, so a peer that has left the collective may push its next operation over a view of one.
+            x_shard_t = keepable(layer.manager, x_shard_t)
         gather_then_gemm(
             operation,
             x_shard_t,
