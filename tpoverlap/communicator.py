@@ -151,7 +151,7 @@ class CommOverlap:
         if x.shape != target.shape:
             which = "this rank's rows" if local_chunk else "the active shape"
             raise ActiveShapeError(f"{self.name}: x is {list(x.shape)} but {which} is {list(target.shape)}")
-        target.copy_(x)
+        target.copy_(x.detach())
 
     def _buffer_partition(self) -> TokenPartition:
         partition = self.partition

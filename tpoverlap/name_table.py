@@ -11,6 +11,7 @@ from tpoverlap.communicator import CommOverlap, CommOverlapP2P, LayerCommunicato
 from tpoverlap.config import KNOWN_NAMES, OverlapConfig, ResolvedConfig, default_config
 from tpoverlap.config.names import ROW_WGRADS
 from tpoverlap.errors import ConfigError
+from tpoverlap.memory.layout import MAX_PIECES
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
@@ -192,6 +193,10 @@ class NameTable:
         return communicator
 
     def _make(self, name: str, options: OverlapConfig, **where: object) -> CommOverlap:
+        if options.method == "pipeline" and options.num_splits > MAX_PIECES:
+            raise ConfigError(
+                f"{name}: num_splits={options.num_splits}, but an operation has {MAX_PIECES} flags; use at most that"
+            )
         kind: Callable[..., CommOverlap] = CommOverlapP2P if options.method == "ring_exchange" else CommOverlap
         defaults: dict[str, object] = {
             "width": self._width,

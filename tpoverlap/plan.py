@@ -54,8 +54,15 @@ def pinned_methods(plan: Mapping[str, Any] | None, tp_size: int, config: Resolve
             f"the plan's hash {plan.get('hash')} does not match its contents ({plan_hash(plan)}): it was edited; "
             "take mgr.plan() again, or configure methods in ub_cfgs"
         )
-    methods = {}
-    for name, row in plan["methods"].items():
+    try:
+        return _legal_rows(plan["methods"], config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"plan= is not what mgr.plan() returned: {error!r} in its methods") from error
+
+
+def _legal_rows(rows: Mapping[str, Any], config: ResolvedConfig) -> dict[str, str]:
+    methods: dict[str, str] = {}
+    for name, row in rows.items():
         configured = config.get(name)
         if configured is not None and configured.is_reduce_scatter != row["is_reduce_scatter"]:
             raise ConfigError(

@@ -25,6 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BACKENDS = ("auto", "shared", "cuda", "process_group")
 OVERFLOW_MODES = ("error", "sequential")
 DEFAULT_TIMEOUT_S = 1800.0
+MAX_TIMEOUT_S = 30 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,11 @@ def resolve_timeout(timeout_s: float | None, group: ProcessGroup, device: torch.
             group_timeout: timedelta = group._get_backend(device).options._timeout
         except (RuntimeError, AttributeError):
             return DEFAULT_TIMEOUT_S
-        return group_timeout.total_seconds()
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-        raise ConfigError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
+        return min(group_timeout.total_seconds(), MAX_TIMEOUT_S)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got {timeout_s!r}"
+        )
     return float(timeout_s)
 
 

@@ -33,6 +33,7 @@ class NameStatistics:
         row |= {f"method_{method}": count for method, count in sorted(self.methods.items())}
         row.setdefault("method_sequential", 0)
         for index, count in enumerate(self._histogram[:NUM_BUCKETS]):
-            row[f"tokens_le_{self.max_tokens * (index + 1) // NUM_BUCKETS}"] = count
+            bound = f"tokens_le_{self.max_tokens * (index + 1) // NUM_BUCKETS}"
+            row[bound] = row.get(bound, 0) + count  # small capacities have fewer bounds than buckets
         row["tokens_above_capacity"] = self._histogram[NUM_BUCKETS]
         return row

@@ -8,6 +8,7 @@ operation on a region and returns its `Exchange`; `announce` only checks that al
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import zlib
@@ -35,6 +36,7 @@ from tpoverlap.tokens import TokenPartition
 
 logger = logging.getLogger("tpoverlap")
 _DRAIN_S = 5.0
+_SPINS = 100
 T = TypeVar("T")
 
 
@@ -81,6 +83,7 @@ class Channel:
         self._lock = threading.Lock()
         self._in_flight: dict[int, InFlight] = {}
         self._closed = False
+        self._pid = os.getpid()
         self._release_lock = threading.Lock()
         self._told_peers = False
         arena, layout = self._allocate(regions)
@@ -179,6 +182,13 @@ class Channel:
                 self.caller_stream().wait(reader)
         return region.view(self.rank, epoch, 0, shape, dtype)
 
+    def next_slot_addresses(self, region_name: str, own_offset_bytes: int) -> tuple[int, int, int]:
+        """(first byte, end, byte ``own_offset_bytes`` into it) of the slot that the region's next operation uses."""
+        region = self.regions[region_name]
+        offset = region.layout.slot_offset(region.index, (region.uses + 1) % region.depth)
+        start = region.arena.bytes_of(self.rank).data_ptr() + offset
+        return start, start + region.slot_bytes, start + own_offset_bytes
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this rank's registered memory, which later operations overwrite."""
         return tensor.untyped_storage().data_ptr() in self._storages
@@ -237,6 +247,11 @@ class Channel:
 
     def check(self) -> None:
         """Raise what went wrong, if anything; NotInitializedError after `close`."""
+        if os.getpid() != self._pid:
+            raise NotInitializedError(
+                f"this manager belongs to process {self._pid}, this is a fork of it ({os.getpid()}): it has no part in "
+                "the group; create a manager after forking, or spawn instead"
+            )
         self.fault.check()
         if self._closed:
             raise NotInitializedError("this manager was closed; create a new one")
@@ -293,6 +308,23 @@ class Channel:
         with self._release_lock:
             self.transport.release([entry.descriptor for entry in list(self._in_flight.values())])
 
+    def finish_collective(self, descriptor: Descriptor, work: Any) -> None:
+        """Wait for a plain collective. On the CPU within ``timeout_s``, and no longer than every peer is in it."""
+        if self.device.type == "cpu":
+            started, turns = time.monotonic(), 0
+            what = f"{descriptor.label} (T={descriptor.num_tokens})"
+            while not work.is_completed():
+                turns += 1
+                if turns < _SPINS:
+                    time.sleep(0)
+                    continue
+                self.check_peers()
+                waited_s = time.monotonic() - started
+                if waited_s > self.timeout_s:
+                    raise self.diagnosis.late(self.peers[0], waited_s, f"{what}; every rank has started it")
+                time.sleep(1e-4 if turns < 10 * _SPINS else 2e-3)
+        work.wait()
+
     def check_peers(self) -> None:
         """Raise if a peer has given up. After an error there, its streams may have sent poisoned rows for operations
         that finished here without a complaint.
@@ -309,7 +341,7 @@ class Channel:
 
     def abort(self) -> None:
         """Give up at once, locally: peers are told, nothing is waited for. Idempotent."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a fork must not speak for this rank
             return
         if self.fault.error is None:
             self.fault.set(NotInitializedError("this manager was aborted; create a new one"))
@@ -321,7 +353,7 @@ class Channel:
 
     def close(self) -> None:
         """Free everything. Collective, unless there was an error; idempotent."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a fork must not speak for this rank
             return
         if self.fault.error is not None:
             self._shut_down()

@@ -6,9 +6,9 @@ same float32 sum in rank order as everywhere else, so that a method and its twin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def all_gather_rows(x_shard_t: torch.Tensor, partition: TokenPartition, group: ProcessGroup) -> torch.Tensor:
-    """[T_r, H] -> [T, H]. Uneven shards travel padded to the longest, because Gloo takes equal sizes only."""
+FinishWork = Callable[[Any], None]
+
+
+def wait_for_work(work: Any) -> None:
+    """Wait as long as the group's own time-out allows."""
+    work.wait()
+
+
+def all_gather_rows(
+    x_shard_t: torch.Tensor, partition: TokenPartition, group: ProcessGroup, finish: FinishWork = wait_for_work
+) -> torch.Tensor:
+    """[T_r, H] -> [T, H]. Uneven shards travel padded to the longest, because Gloo takes equal sizes only.
+
+    ``finish`` waits for the collective; it may give up earlier than the group would.
+    """
     if group.size() == 1:
         return x_shard_t
     width, longest = x_shard_t.shape[1], partition.max_count
@@ -34,16 +47,20 @@ def all_gather_rows(x_shard_t: torch.Tensor, partition: TokenPartition, group: P
     # Newer torch renames the function and warns about the old name.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     with _lost_peers(group, "all-gather"):
-        gather(gathered, staged, group=group)
+        finish(gather(gathered, staged, group=group, async_op=True))
     if not even:
         gathered = torch.cat([gathered[r * longest : r * longest + n] for r, n in enumerate(partition.counts)])
     return gathered.to(x_shard_t.device)
 
 
 def reduce_scatter_rows(
-    partial: torch.Tensor, partition: TokenPartition, group: ProcessGroup, out: torch.Tensor
+    partial: torch.Tensor,
+    partition: TokenPartition,
+    group: ProcessGroup,
+    out: torch.Tensor,
+    finish: FinishWork = wait_for_work,
 ) -> None:
-    """[T, N] partial sums -> ``out`` [T_r, N]: float32 sum in rank order, rounded once."""
+    """[T, N] partial sums -> ``out`` [T_r, N]: float32 sum in rank order, rounded once. ``finish`` as above."""
     rank, size = group.rank(), group.size()
     if size == 1:
         out.copy_(partial)
@@ -52,13 +69,15 @@ def reduce_scatter_rows(
     staged = _stage(partial.contiguous(), group)
     received = staged.new_empty(own_rows * size, staged.shape[1])
     with _lost_peers(group, "reduce-scatter"):
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             received,
             staged,
             output_split_sizes=[own_rows] * size,
             input_split_sizes=list(partition.counts),
             group=group,
+            async_op=True,
         )
+        finish(work)
     received = received.to(partial.device)
     sum_in_rank_order(received.view(size, own_rows, staged.shape[1]).unbind(0), out)
 
@@ -67,6 +86,8 @@ def reduce_scatter_rows(
 def _lost_peers(group: ProcessGroup, what: str) -> Iterator[None]:
     try:
         yield
+    except PeerTimeoutError:
+        raise
     except RuntimeError as error:  # "connection closed by peer" and the like
         raise PeerTimeoutError(
             f"rank {group.rank()}: the plain {what} failed: {error}. A peer died or left the collective"

@@ -80,6 +80,8 @@ class Exchange(ABC):
         self.hands_out_slot = epoch in region.held
         self.copier: Copier = EngineCopier()
         self._own_copy_done: Event | None = None
+        self._last_sent: Event | None = None
+        self._previous_reader = region.last_reader.get(epoch % region.depth)
         self._channel = channel
         self._region = region
         self._epoch = epoch
@@ -103,15 +105,15 @@ class Exchange(ABC):
         """
         self._comm.wait(self.caller.record() if ready is None else ready)
         self._comm.enqueue(partial(self._explained, lambda: self._send(step, source, base_row, gate)))
+        self._last_sent = self._comm.record()
 
     def copy_own(self, source: torch.Tensor, first_element: int) -> None:
         """Copy own rows into the local slot too, on the comm stream (for readers of the whole activation)."""
         view = self.view(first_element, tuple(source.shape))
         if source.numel() == 0 or view.data_ptr() == source.data_ptr():
             return  # no row, or the caller wrote them straight into the slot
-        reader = self._region.last_reader.get(self._epoch % self._region.depth)
-        if reader is not None:
-            self._comm.wait(reader)
+        if self._previous_reader is not None:
+            self._comm.wait(self._previous_reader)
         self._comm.enqueue(lambda: self._comm.copy(view, source))
         self._own_copy_done = self._comm.record()
 
@@ -289,8 +291,13 @@ class OneSidedExchange(Exchange):
     def _finish(self) -> None:
         if self._epoch % _REFRESH_EVERY < self._region.depth:
             self._comm.enqueue(self._refresh_flags)
+            self._last_sent = self._comm.record()
         self.caller.enqueue(lambda: self._expect_all(self.caller))
-        self.caller.wait(self._comm.record())
+        # Only what this operation has put on the comm stream: behind it may be another thread's operation, whose sends
+        # can wait for a credit that is granted below.
+        for done in (self._own_copy_done, self._last_sent):
+            if done is not None:
+                self.caller.wait(done)
         self._region.last_reader[self._ref.slot] = self.caller.record()
         if self._epoch not in self._region.held:
             self._grant(self._ref)

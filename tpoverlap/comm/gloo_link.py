@@ -100,13 +100,15 @@ class AbortBoard:
 
     def announce(self, word: int, record: int, digest: int) -> None:
         """Put this rank's abort word there, with the descriptor of the operation it names (0, 0: it never started)."""
-        self._store.set(str(self._rank), f"{word} {record} {digest}")
+        with suppress(RuntimeError):  # the rank that served the store is dead, and with it the board
+            self._store.set(str(self._rank), f"{word} {record} {digest}")
 
     def look(self, peer: int) -> tuple[int, int, int]:
         """(abort word, record, digest) of ``peer``, all 0 while it is fine. Costs a round trip to the store."""
-        if peer not in self._seen and self._store.check([str(peer)]):
-            word, record, digest = self._store.get(str(peer)).split()
-            self._seen[peer] = int(word), int(record), int(digest)
+        with suppress(RuntimeError):  # as above: then the broken connections say what there is to say
+            if peer not in self._seen and self._store.check([str(peer)]):
+                word, record, digest = self._store.get(str(peer)).split()
+                self._seen[peer] = int(word), int(record), int(digest)
         return self.last_seen(peer)
 
     def last_seen(self, peer: int) -> tuple[int, int, int]:

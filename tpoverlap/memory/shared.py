@@ -2,7 +2,7 @@
 
 Real shared pages: a store by one process is a load in another, with no collective in between. Files rather than
 ``multiprocessing.shared_memory``, whose resource tracker unlinks or warns depending on which process exits first;
-unlinking at once means that not even SIGKILL leaves anything in /dev/shm.
+unlinking at once means that not even SIGKILL leaves anything in /dev/shm, unless it comes within set-up itself.
 """
 
 from __future__ import annotations
@@ -64,19 +64,21 @@ class SharedMemoryBackend(Backend):
         path, reason = None, None
         try:
             path = _create_file(size_bytes)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             reason = f"cannot reserve {size_bytes} bytes of shared memory: {error}"
-        paths = agree(self.group, (path, reason))
         maps: list[mmap.mmap] = []
-        failed = next((f"rank {r}: {why}" for r, (_, why) in enumerate(paths) if why is not None), None)
-        if failed is None:
-            try:
-                maps = [_map_file(peer_path, size_bytes) for peer_path, _ in paths]
-            except OSError as error:
-                reason = f"cannot map a peer's file: {error}; the ranks must share {SHM_DIRECTORY}"
-            failed = first_failure(self.group, reason)
-        if path is not None:
-            os.unlink(path)
+        try:
+            paths = agree(self.group, (path, reason))
+            failed = next((f"rank {r}: {why}" for r, (_, why) in enumerate(paths) if why is not None), None)
+            if failed is None:
+                try:
+                    maps = [_map_file(peer_path, size_bytes) for peer_path, _ in paths]
+                except OSError as error:
+                    reason = f"cannot map a peer's file: {error}; the ranks must share {SHM_DIRECTORY}"
+                failed = first_failure(self.group, reason)
+        finally:  # also when a peer dies meanwhile
+            if path is not None:
+                os.unlink(path)
         if failed is not None:
             raise BackendUnavailableError(
                 f"backend 'shared': {failed}. Free or enlarge {SHM_DIRECTORY} (docker: --shm-size), lower the "
@@ -108,7 +110,7 @@ def _create_file(size_bytes: int) -> str:
     try:
         # Reserve now: a sparse file in a full /dev/shm would be a SIGBUS at some later store.
         os.posix_fallocate(descriptor, 0, size_bytes)
-    except OSError:
+    except (OSError, OverflowError):
         os.unlink(path)
         raise
     finally:

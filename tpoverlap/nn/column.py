@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm, weight_grad
@@ -61,6 +62,7 @@ class ColumnLinear(torch.autograd.Function):
         return (*outs, *gathered)
 
     @staticmethod
+    @once_differentiable  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer: LayerCommunicators = ctx.layer
         x_shard_t, *weights = ctx.saved_tensors

@@ -131,7 +131,12 @@ def bulk_reduce_scatter(
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)
+    device_type = next(a.device.type for a in arguments if isinstance(a, torch.Tensor))
+    if not torch.is_autocast_enabled(device_type):
+        return function.apply(*arguments)
+    # The operands' dtype was checked against the manager's; a GEMM that casts its output would not fit the buffers.
+    with torch.autocast(device_type, enabled=False):
+        return function.apply(*arguments)
 
 
 def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

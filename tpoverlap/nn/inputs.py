@@ -80,7 +80,25 @@ def shard_partition(
             f"T={resolved.total} (rows a rank: {list(resolved.counts)}); set the active shape of this microbatch"
         )
     comm.require_capacity(resolved)
+    _require_own_place(comm, x_shard_t, resolved)
     return resolved
+
+
+def _require_own_place(comm: CommOverlap, x_shard_t: torch.Tensor, partition: TokenPartition) -> None:
+    """Raise ActiveShapeError for an input in the coming slot that is not where this rank's rows go under ``partition``:
+    peers are about to write over it.
+    """
+    channel, manager = comm.manager.channel, comm.manager
+    if channel is None or x_shard_t.numel() == 0 or not channel.holds(x_shard_t):
+        return
+    start, end, own = channel.next_slot_addresses(
+        comm.gather_region, partition.rows(manager.rank).start * comm.width * x_shard_t.element_size()
+    )
+    if start <= x_shard_t.data_ptr() < end and x_shard_t.data_ptr() != own:
+        raise ActiveShapeError(
+            f"{comm.name}: the input lies in the communication buffer, but not where rank {manager.rank}'s rows of "
+            f"{list(partition.counts)} go; take get_buffer(local_chunk=True) after setting the shape, or clone it"
+        )
 
 
 def full_partition(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm, weight_grad
@@ -48,6 +49,7 @@ class RowLinear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer: LayerCommunicators = ctx.layer
         x, weight = ctx.saved_tensors

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from tpoverlap.comm import all_gather_rows, reduce_scatter_rows
+from tpoverlap.comm.collectives import FinishWork, wait_for_work
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap.context import OperationContext
 
@@ -20,14 +22,14 @@ ReadGathered = Callable[[torch.Tensor], None]
 
 
 @contextmanager
-def _announced(context: OperationContext, direction: str) -> Iterator[None]:
+def _announced(context: OperationContext, direction: str) -> Iterator[FinishWork]:
     channel = context.channel
     if channel is None:
-        yield
+        yield wait_for_work
         return
     descriptor = channel.announce(context.label(direction), context.partition, context.dtype)
     try:
-        yield
+        yield partial(channel.finish_collective, descriptor)
     except BaseException as error:
         channel.fail(error, descriptor)
         raise
@@ -36,14 +38,14 @@ def _announced(context: OperationContext, direction: str) -> Iterator[None]:
 
 def gather(context: OperationContext, x_shard_t: torch.Tensor) -> torch.Tensor:
     """[T_r, H] -> [T, H]: an ordinary tensor."""
-    with _announced(context, "all-gather"):
-        return all_gather_rows(x_shard_t, context.partition, context.group)
+    with _announced(context, "all-gather") as finish:
+        return all_gather_rows(x_shard_t, context.partition, context.group, finish)
 
 
-def scatter(context: OperationContext, partial: torch.Tensor, out: torch.Tensor) -> None:
+def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor) -> None:
     """[T, N] partial sums -> ``out`` [T_r, N]."""
-    with _announced(context, "reduce-scatter"):
-        reduce_scatter_rows(partial, context.partition, context.group, out)
+    with _announced(context, "reduce-scatter") as finish:
+        reduce_scatter_rows(summands, context.partition, context.group, out, finish)
 
 
 def all_gather(
@@ -58,8 +60,8 @@ def all_gather(
 
 def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
     """See `tpoverlap.overlap.registry.gemm_then_scatter`."""
-    partial = gemm.empty(context.partition.total, gemm.width)
-    gemm.rows(0, context.partition.total, partial)
+    summands = gemm.empty(context.partition.total, gemm.width)
+    gemm.rows(0, context.partition.total, summands)
     if gemm.bias is not None:
-        partial[context.own_rows].add_(gemm.bias)
-    scatter(context, partial, out)
+        summands[context.own_rows].add_(gemm.bias)
+    scatter(context, summands, out)
