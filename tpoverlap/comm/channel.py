@@ -1,7 +1,7 @@
 """The communication engine of one manager: arenas, regions, streams, signals and the order of operations.
 
 Three kinds of transport share this class: one-sided on the CPU, one-sided on the GPU, and messages. `open` starts an
-operation on a region and returns its `Exchange`; `announce` only checks that all ranks are at the same operation
+operation on a region and returns its `Exchange`; `announced` only checks that all ranks are at the same operation
 (for methods that communicate through plain collectives).
 """
 
@@ -12,7 +12,8 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -81,6 +82,7 @@ class Channel:
         self._storages: set[int] = set()
         self._sequence = 0
         self._lock = threading.Lock()
+        self._turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
         self._in_flight: dict[int, InFlight] = {}
         self._closed = False
         self._pid = os.getpid()
@@ -135,6 +137,9 @@ class Channel:
     ) -> Exchange:
         """Start an operation: claim its number and its slot, and tell the peers. Never waits for them.
 
+        It does wait for an operation that another thread of this process has open: two that take turns on the slots
+        of one region could each wait for a credit that the other has yet to grant. Leaving the exchange ends the turn.
+
         Args:
             region_name: "ag", "rs" or a later region.
             label: GEMM name, direction and method; all ranks must pass the same one.
@@ -143,6 +148,20 @@ class Channel:
             dtype: of the communicated rows.
         """
         region = self.regions[region_name]
+        self._turn.acquire()
+        try:
+            return self._open(region, label, steps, partition, dtype)
+        except BaseException:
+            self._turn.release()
+            raise
+
+    def leave(self) -> None:
+        """The operation that `open` started is over: another thread may start one."""
+        self._turn.release()
+
+    def _open(
+        self, region: Region, label: str, steps: tuple[Step, ...], partition: TokenPartition, dtype: torch.dtype
+    ) -> Exchange:
         with self._lock:
             self.check()
             caller = self.transport.caller_stream()  # first: it may refuse, and nothing has been claimed yet
@@ -157,18 +176,21 @@ class Channel:
             raise failure
         return exchange
 
-    def announce(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> Descriptor:
-        """Check, in stream order, that every rank is at this operation. Call `completed` (or `fail`) afterwards."""
-        with self._lock:
-            self.check()
-            caller = self.transport.caller_stream()
-            descriptor = self._next_descriptor(label, partition, dtype, 0, 0)
-        try:
-            self.transport.meet(descriptor, caller)
-        except BaseException as error:
-            self.fail(error, descriptor)
-            raise
-        return descriptor
+    @contextmanager
+    def announced(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> Iterator[Descriptor]:
+        """An operation without a slot: inside the block, every rank is known (in stream order) to be at it."""
+        with self._turn:
+            with self._lock:
+                self.check()
+                caller = self.transport.caller_stream()
+                descriptor = self._next_descriptor(label, partition, dtype, 0, 0)
+            try:
+                self.transport.meet(descriptor, caller)
+                yield descriptor
+            except BaseException as error:
+                self.fail(error, descriptor)
+                raise
+            self.completed(descriptor, caller)
 
     def hand_out_slot(self, region_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """View of the slot that the region's next operation uses; its credit then waits for the next-but-one."""
@@ -362,8 +384,8 @@ class Channel:
             # The last operation: no rank may unmap while a peer can still write a credit into its arena. It goes
             # through the signals rather than the group, so it is bounded, it names a rank that does something else,
             # and it works after the process group was destroyed.
-            descriptor = self.announce("close", TokenPartition((1,) * self.tp_size), torch.uint8)
-            self.completed(descriptor, self.caller_stream())
+            with self.announced("close", TokenPartition((1,) * self.tp_size), torch.uint8):
+                pass
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.fault.check()

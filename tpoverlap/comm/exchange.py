@@ -80,7 +80,6 @@ class Exchange(ABC):
         self.hands_out_slot = epoch in region.held
         self.copier: Copier = EngineCopier()
         self._own_copy_done: Event | None = None
-        self._last_sent: Event | None = None
         self._previous_reader = region.last_reader.get(epoch % region.depth)
         self._channel = channel
         self._region = region
@@ -105,7 +104,6 @@ class Exchange(ABC):
         """
         self._comm.wait(self.caller.record() if ready is None else ready)
         self._comm.enqueue(partial(self._explained, lambda: self._send(step, source, base_row, gate)))
-        self._last_sent = self._comm.record()
 
     def copy_own(self, source: torch.Tensor, first_element: int) -> None:
         """Copy own rows into the local slot too, on the comm stream (for readers of the whole activation)."""
@@ -161,15 +159,21 @@ class Exchange(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            try:
-                self._finish()
-            except BaseException as late:
-                self._channel.fail(late, self._descriptor)
-                raise
-            self._channel.completed(self._descriptor, self.caller)
-        else:
+        try:
+            if error is None:
+                self._finish_or_fail()
+                self._channel.completed(self._descriptor, self.caller)
+            else:
+                self._channel.fail(error, self._descriptor)
+        finally:
+            self._channel.leave()
+
+    def _finish_or_fail(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:
             self._channel.fail(error, self._descriptor)
+            raise
 
     # -- what a transport implements -----------------------------------------------------------------------------
 
@@ -291,13 +295,8 @@ class OneSidedExchange(Exchange):
     def _finish(self) -> None:
         if self._epoch % _REFRESH_EVERY < self._region.depth:
             self._comm.enqueue(self._refresh_flags)
-            self._last_sent = self._comm.record()
         self.caller.enqueue(lambda: self._expect_all(self.caller))
-        # Only what this operation has put on the comm stream: behind it may be another thread's operation, whose sends
-        # can wait for a credit that is granted below.
-        for done in (self._own_copy_done, self._last_sent):
-            if done is not None:
-                self.caller.wait(done)
+        self.caller.wait(self._comm.record())
         self._region.last_reader[self._ref.slot] = self.caller.record()
         if self._epoch not in self._region.held:
             self._grant(self._ref)

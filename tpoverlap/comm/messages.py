@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tpoverlap.comm.exchange import Exchange, Gate
 from tpoverlap.comm.mailbox import SEQUENCES_WITH_OWN_TAG, Mailbox
 from tpoverlap.comm.schedule import Step, Transfer
-from tpoverlap.comm.streams import Event, HostEvent, HostStream, Stream
+from tpoverlap.comm.streams import Event, HostStream, Stream
 from tpoverlap.memory.layout import MAX_PIECES
 
 
@@ -37,8 +37,6 @@ class GlooExchange(Exchange):
     def start(self) -> None:
         mailbox, receive = self.mailbox, self.receive_stream
         self._region.held.discard(self._epoch - self._region.depth)  # receives are posted in order: nothing to grant
-        self._read = HostEvent()  # another thread may start the slot's next use while this one still reads it
-        self._region.last_reader[self._epoch % self._region.depth] = self._read
         self._sending: list[tuple[Any, int, str]] = []
         self._receiving: dict[Transfer, Any] = {}
         what = f"{self._descriptor.label} (header)"
@@ -50,8 +48,6 @@ class GlooExchange(Exchange):
         )
         receive.run(lambda: mailbox.compare_headers(self._descriptor))
         self._compared = receive.record()
-        if self._previous_reader is not None:
-            receive.wait(self._previous_reader)
         receive.run(self._post_receives)
         self._arrivals: dict[int, Event] = {}
         for step in self.steps:
@@ -89,7 +85,6 @@ class GlooExchange(Exchange):
         self.caller.wait(self._compared)
         self._comm.run(self._finish_sends)
         self.caller.wait(self._comm.record())
-        self._read.set()
 
     def _finish_sends(self) -> None:
         for work, peer, what in self._sending:

@@ -27,13 +27,8 @@ def _announced(context: OperationContext, direction: str) -> Iterator[FinishWork
     if channel is None:
         yield wait_for_work
         return
-    descriptor = channel.announce(context.label(direction), context.partition, context.dtype)
-    try:
+    with channel.announced(context.label(direction), context.partition, context.dtype) as descriptor:
         yield partial(channel.finish_collective, descriptor)
-    except BaseException as error:
-        channel.fail(error, descriptor)
-        raise
-    channel.completed(descriptor, channel.caller_stream())
 
 
 def gather(context: OperationContext, x_shard_t: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,127 @@
+"""Rank functions of `test_attacks`: programs that once gave wrong numbers, hung, or spoke for another process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import torch
+
+import tpoverlap as tpo
+from tests.manager.ranks import CAPACITY, FEATURES, WIDTH, make_manager, seeded
+from tpoverlap.overlap import gather_beside
+from tpoverlap.tokens import TokenPartition
+
+
+def two_threads(rank: int, size: int, backend: str) -> None:
+    """One thread is inside a bulk all-gather while another does two more on the same region."""
+    partition = TokenPartition.balanced(CAPACITY, size)
+    wholes = [seeded(CAPACITY, WIDTH, seed=70 + turn) for turn in range(3)]
+    shards = [whole[partition.rows(rank)].contiguous() for whole in wholes]
+    gathered: dict[int, torch.Tensor] = {}
+    opened = threading.Event()
+    with make_manager(backend=backend, timeout_s=20) as manager:
+        comm = manager.get("qkv_dgrad")
+        operand = torch.ones(1, 1)
+
+        def slow_gemm() -> None:
+            opened.set()
+            time.sleep(0.3)
+
+        def first() -> None:
+            operation = manager.operation(comm, partition, scatter=False, beside=True)
+            gather_beside(operation, shards[0], slow_gemm, lambda whole: gathered.update({0: whole.clone()}))
+
+        def others() -> None:
+            assert opened.wait(10)
+            for turn in (1, 2):
+                gathered[turn] = tpo.bulk_all_gather(shards[turn], comm, (operand, operand), partition=partition)[0]
+
+        threads = [threading.Thread(target=work) for work in (first, others)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        manager.check()
+    for turn, whole in enumerate(wholes):
+        torch.testing.assert_close(gathered[turn], whole, rtol=0, atol=0)
+
+
+def double_backward(rank: int, size: int) -> str:
+    """The gradient of a gradient is refused before anything is sent, and the manager stays usable."""
+    with make_manager() as manager:
+        manager.set_active_shape(2 * size)
+        weight = seeded(FEATURES, WIDTH, seed=rank).requires_grad_()
+        x = seeded(2, WIDTH, seed=3).requires_grad_()
+        y = tpo.all_gather_gemm(x, weight, manager.layer("qkv"))
+        assert isinstance(y, torch.Tensor)
+        (grad,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+        try:
+            grad.pow(2).sum().backward()
+        except RuntimeError as error:
+            manager.check()
+            tpo.all_gather_gemm(x, weight, manager.layer("qkv"))
+            return str(error)
+    return "no error"
+
+
+def stale_view(rank: int, size: int) -> str:
+    """A view of the coming slot, taken under another partition, would be written over by peers: refused."""
+    with make_manager(max_rows_per_rank=CAPACITY) as manager:
+        comm = manager.get("qkv_fprop")
+        manager.set_active_shape(TokenPartition.from_counts([1] + [3] * (size - 1)))
+        x = comm.get_buffer(local_chunk=True)
+        manager.set_active_shape(TokenPartition.from_counts([2] + [3] * (size - 1)))
+        message = "rank 0's rows start at row 0 in both"
+        if rank > 0:
+            try:
+                tpo.all_gather_gemm(x, seeded(FEATURES, WIDTH, seed=1), manager.layer("qkv"))
+            except tpo.ActiveShapeError as error:
+                message = str(error)
+        manager.set_active_shape(TokenPartition.balanced(2 * size, size))
+        tpo.all_gather_gemm(seeded(2, WIDTH, seed=2), seeded(FEATURES, WIDTH, seed=1), manager.layer("qkv"))
+    return message
+
+
+def fork(rank: int, size: int) -> str:
+    """A forked child may neither operate nor abort in the name of its parent."""
+    manager = make_manager()
+    manager.set_active_shape(size)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            manager.check()
+            message = "no error"
+        except tpo.NotInitializedError as error:
+            message = str(error)
+        manager.abort()
+        os.write(write, message.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    tpo.all_gather_gemm(seeded(1, WIDTH, seed=rank), seeded(FEATURES, WIDTH, seed=1), manager.layer("qkv"))
+    manager.check()
+    manager.close()
+    return os.read(read, 4096).decode()
+
+
+def autocast(rank: int, size: int) -> None:
+    """A bulk collective under autocast keeps the manager's dtype, in backward outside of it too."""
+    with make_manager() as manager:
+        manager.set_active_shape(2 * size)
+        a, b = seeded(3, FEATURES, seed=1).requires_grad_(), seeded(4, FEATURES, seed=2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, product = tpo.bulk_all_gather(seeded(2, WIDTH, seed=rank), manager.get("qkv_dgrad"), (a, b))
+        product.sum().backward()
+        assert product.dtype == torch.float32 and a.grad is not None
+        torch.testing.assert_close(a.grad, b.sum(0).expand(3, -1))
+
+
+def too_many_splits(rank: int, size: int) -> str:
+    """More pipeline splits than flags are refused at set-up."""
+    try:
+        make_manager(ub_cfgs={"proj_fprop": {"method": "pipeline", "num_splits": 65}})
+    except tpo.ConfigError as error:
+        return str(error)
+    return "no error"

@@ -1,0 +1,64 @@
+"""What an attacker found once: each of these gave wrong numbers, a deadlock or a crash."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from tests.nn import attack_ranks as ranks
+from tpoverlap.statistics import NameStatistics
+
+
+@pytest.mark.parametrize("backend", ["shared", "process_group"])
+def test_two_threads_take_turns(rank_pool, backend: str) -> None:
+    rank_pool(2).run(ranks.two_threads, backend, timeout_s=60)
+
+
+def test_gradient_of_a_gradient_is_refused(rank_pool) -> None:
+    for message in rank_pool(2).run(ranks.double_backward, timeout_s=60):
+        assert "once_differentiable" in message
+
+
+def test_stale_view_of_the_buffer_is_refused(rank_pool) -> None:
+    messages = rank_pool(3).run(ranks.stale_view, timeout_s=60)
+    assert all("lies in the communication buffer" in message for message in messages[1:])
+
+
+def test_a_fork_has_no_part_in_the_group(rank_pool) -> None:
+    assert all("fork" in message for message in rank_pool(2).run(ranks.fork, timeout_s=60))
+
+
+def test_bulk_under_autocast(rank_pool) -> None:
+    rank_pool(2).run(ranks.autocast, timeout_s=60)
+
+
+def test_more_splits_than_flags(rank_pool) -> None:
+    assert all("num_splits=65" in message for message in rank_pool(2).run(ranks.too_many_splits, timeout_s=60))
+
+
+@pytest.mark.parametrize("capacity", [1, 4, 5, 8, 100])
+def test_histogram_counts_every_call(capacity: int) -> None:
+    statistics = NameStatistics(capacity)
+    for num_tokens in range(1, capacity + 1):
+        statistics.record("ring_exchange", num_tokens, overflow=False)
+    counts = [count for key, count in statistics.as_dict().items() if key.startswith("tokens_le_")]
+    assert sum(counts) == capacity
+
+
+def test_managers_are_shared_by_copies_and_refuse_pickling(rank_pool) -> None:
+    rank_pool(1).run(copy_and_pickle, timeout_s=60)
+
+
+def copy_and_pickle(rank: int, size: int) -> None:
+    """A deep copy of a layer uses the same manager; pickling one says what to save instead."""
+    import tpoverlap as tpo
+    from tests.manager.ranks import FEATURES, WIDTH, make_manager
+
+    with make_manager() as manager:
+        layer = tpo.nn.Linear(WIDTH, FEATURES, parallel_mode="column", manager=manager, ub_name="qkv")
+        other = copy.deepcopy(layer)
+        assert other.manager is manager and other.weight is not layer.weight
+        with pytest.raises(TypeError, match="state_dict"):
+            pickle.dumps(layer)
