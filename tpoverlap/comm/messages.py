@@ -39,7 +39,7 @@ class GlooExchange(Exchange):
         self._region.held.discard(self._epoch - self._region.depth)  # receives are posted in order: nothing to grant
         self._sending: list[tuple[Any, int, str]] = []
         self._receiving: dict[Transfer, Any] = {}
-        what = f"{self._descriptor.label} (header)"
+        what = f"{self._descriptor.label} (T={self.partition.total}, header)"
         self._comm.run(
             lambda: self._sending.extend(
                 (work, peer, what)
@@ -102,7 +102,7 @@ class NcclExchange(Exchange):
         headers = mailbox.send_headers(self._descriptor)
         mailbox.compare_headers(self._descriptor)
         for work, peer in zip(headers, mailbox.peers, strict=True):
-            mailbox.finish(work, peer, f"{self._descriptor.label} (header)")
+            mailbox.finish(work, peer, f"{self._descriptor.label} (T={self.partition.total}, header)")
         self._arrivals: dict[int, Event] = {}
         if self._previous_reader is not None:
             self._comm.wait(self._previous_reader)
