@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cuda_faults, host, methods, new_shape
+from benchmarks import cuda_faults, host, methods, nccl_order, new_shape
 from benchmarks.environment import environment
 from tpoverlap.testing import RankPool, conformance, run_ranks
 from tpoverlap.testing.conformance.gemms import check_bulk
@@ -36,7 +36,7 @@ NUMBERS = (
 )
 """Group size, dtype, and which part of the cases: few are about the dtype."""
 QUICK_NUMBERS = ((2, torch.bfloat16, 5), (4, torch.bfloat16, 10))
-PARTS = ("numbers", "messages", "doctor", "queues", "train", "costs", "times")
+PARTS = ("numbers", "messages", "doctor", "queues", "order", "train", "costs", "times")
 RING_BOUND = 0.93
 """A ring at 8192^3 on two GPUs must take at most this part of sequential."""
 
@@ -106,6 +106,19 @@ def _queues(report: Report, quick: bool) -> None:
                 f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: peer: {scenario}",
                 lambda env=env, scenario=scenario, error=error: _fault(scenario, error, env),
             )
+
+
+def _order(report: Report, quick: bool) -> None:
+    """NCCL kernels of another library in opposite order on the ranks; once without them, for the price."""
+    for queues in ("1",) if quick else (None, "1", "8"):
+        with RankPool(2, device="cuda", env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}) as pool:
+            for label in nccl_order.operations():
+                for other in (True,) if quick else (True, False):
+                    beside = "beside NCCL in opposite order" if other else "alone"
+                    report.check(
+                        f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: {label} {beside}",
+                        lambda args=(label, other): pool.run(nccl_order.opposite_order, *args, timeout_s=60),
+                    )
 
 
 def _fault(scenario: str, error: str, env: dict[str, str | None]) -> Any:
@@ -232,6 +245,10 @@ def main(quick: bool, only: tuple[str, ...], ranks: tuple[int, ...], out: Path |
         _doctor(report)
     if "queues" in parts:
         _queues(report, quick)
+    if "order" in parts and num_gpus >= 2:
+        _order(report, quick)
+    elif "order" in parts:
+        report.not_run.append(f"NCCL in opposite order: it needs 2 GPUs, this machine has {num_gpus}")
     if "train" in parts:
         for tp_size in (2,) if quick else (2, 4, 8):
             _train(report, out, tp_size, 8 if tp_size == 2 and not quick else 4)
