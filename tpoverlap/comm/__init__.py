@@ -6,10 +6,11 @@ from tpoverlap.comm.copier import Copier, EngineCopier
 from tpoverlap.comm.exchange import ArrivalWords, Exchange, OneSidedExchange
 from tpoverlap.comm.reduce import sum_in_rank_order
 from tpoverlap.comm.schedule import Step, Transfer, all_gather_schedule, pipeline_schedule, reduce_scatter_schedule
-from tpoverlap.comm.trace import Mark, Trace
+from tpoverlap.comm.trace import Call, Mark, Trace
 
 __all__ = [
     "ArrivalWords",
+    "Call",
     "Channel",
     "Copier",
     "EngineCopier",

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from tpoverlap.comm import all_gather_rows, reduce_scatter_rows
+from tpoverlap.comm import Channel, all_gather_rows, reduce_scatter_rows
 from tpoverlap.comm.collectives import FinishWork, wait_for_work
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap.context import OperationContext
@@ -27,8 +27,18 @@ def _announced(context: OperationContext, direction: str) -> Iterator[FinishWork
     if channel is None:
         yield wait_for_work
         return
+    _mark(channel, "wait")
     with channel.announced(context.label(direction), context.partition, context.dtype) as descriptor:
+        _mark(channel, "arrived")
+        _mark(channel, "collective_begin")
         yield partial(channel.finish_collective, descriptor)
+        _mark(channel, "collective_end")
+
+
+def _mark(channel: Channel, what: str) -> None:
+    if channel.trace is not None:
+        stream = channel.caller_stream()
+        channel.trace.mark(stream, what)
 
 
 def gather(context: OperationContext, x_shard_t: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "tpoverlap.tools.train.command:train",
         "doctor": "tpoverlap.tools.doctor.command:doctor",
+        "profile": "tpoverlap.tools.profile.command:profile",
         "config": "tpoverlap.tools.config.command:config",
     }
 )
