@@ -32,8 +32,9 @@ class Figures:
         wall_us, compute_us, comm_us, overlapped_us, exposed_us, reduce_us, idle_us: see the module. ``comm_us`` is how
             long this rank's transfers or collective were busy, ``overlapped_us`` the part during which it computed.
         tail_us: from the end of the last computing to the end of the operation.
-        wait_us: how long this name's ranks waited for each rank, summed over those that waited, mean of all calls.
-        compute_alone_us, comm_alone_us: from a run without overlap, where there was one.
+        wait_us: how long this name's ranks waited for each rank, summed over those that waited, median of all calls.
+        compute_alone_us, comm_alone_us, sequential_us: from a run without overlap, where there was one: its computing,
+            its collective, and its wall time, which adds launches and the wait for the other ranks.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Figures:
     wait_us: Mapping[int, float] = field(default_factory=dict)
     compute_alone_us: float | None = None
     comm_alone_us: float | None = None
+    sequential_us: float | None = None
 
     @property
     def exposed_percent(self) -> float:
@@ -64,16 +66,9 @@ class Figures:
         waits = {rank: wait for rank, wait in self.wait_us.items() if wait > 0}
         return max(waits, key=lambda rank: waits[rank]) if waits else None
 
-    @property
-    def sequential_us(self) -> float | None:
-        """Compute and communication one after the other, each as measured alone."""
-        if self.compute_alone_us is None or self.comm_alone_us is None:
-            return None
-        return self.compute_alone_us + self.comm_alone_us
-
     def as_dict(self) -> dict[str, Any]:
         """For the JSON report; times rounded to 0.1 us."""
-        alone = {"compute_alone_us": self.compute_alone_us, "comm_alone_us": self.comm_alone_us}
+        alone = {key: getattr(self, key) for key in ("compute_alone_us", "comm_alone_us", "sequential_us")}
         times = {
             key: getattr(self, key)
             for key in ("wall_us", "compute_us", "comm_us", "overlapped_us", "exposed_us", "reduce_us", "idle_us")
@@ -165,23 +160,24 @@ def _summary(by_rank: Mapping[int, Sequence[Figures]]) -> Figures:
     slowest = [max((rows[index] for rows in by_rank.values()), key=lambda row: row.wall_us) for index in range(calls)]
     median = statistics.median_low(row.wall_us for row in slowest)
     chosen = next(row for row in slowest if row.wall_us == median)
-    waits: dict[int, float] = defaultdict(float)
-    for rows in by_rank.values():
-        for row in rows:
-            for peer, wait in row.wait_us.items():
-                waits[peer] += wait / len(rows)
+    peers = {peer for rows in by_rank.values() for row in rows for peer in row.wait_us}
+    waits = {
+        peer: statistics.median(
+            sum(rows[index].wait_us.get(peer, 0.0) for rows in by_rank.values()) for index in range(calls)
+        )
+        for peer in peers
+    }
     every = [row for rows in by_rank.values() for row in rows]
     tokens = (min(row.tokens[0] for row in every), max(row.tokens[1] for row in every))
     methods = sorted({row.method for row in every})
-    return replace(chosen, calls=calls, tokens=tokens, wait_us=dict(waits), method="+".join(methods))
+    return replace(chosen, calls=calls, tokens=tokens, wait_us=waits, method="+".join(methods))
 
 
 def with_alone(figures: Sequence[Figures], alone: Sequence[Figures]) -> list[Figures]:
     """Add what a run without overlap measured: its compute, and its plain collective as the communication alone."""
     of_name = {row.name: row for row in alone}
-    return [
-        replace(row, compute_alone_us=of_name[row.name].compute_us, comm_alone_us=of_name[row.name].comm_us)
-        if row.name in of_name
-        else row
-        for row in figures
-    ]
+    return [_beside(row, of_name[row.name]) if row.name in of_name else row for row in figures]
+
+
+def _beside(row: Figures, alone: Figures) -> Figures:
+    return replace(row, compute_alone_us=alone.compute_us, comm_alone_us=alone.comm_us, sequential_us=alone.wall_us)

@@ -31,7 +31,7 @@ _LABELS: Final[Mapping[Phase, str]] = MappingProxyType(
         "reduce": "adds what arrived",
         "transfer": "rows travel",
         "collective": "plain collective",
-        "wait": "waits for a peer",
+        "wait": "waits",
     }
 )
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tpoverlap.tools.profile.advice import Advice
 from tpoverlap.tools.profile.figures import Figures
@@ -14,6 +14,9 @@ from tpoverlap.tools.profile.figures import Figures
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+_TABLE_WIDTH: Final = 132
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,24 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def table(figures: Sequence[Figures], title: str) -> Table:
     """One row a name. Columns that nobody measured are left out."""
+    from rich.box import SIMPLE
     from rich.table import Table
 
     alone = any(row.compute_alone_us is not None for row in figures)
-    made = Table(title=title, title_justify="left")
-    made.add_column("GEMM")
-    made.add_column("method")
+    made = Table(title=title, title_justify="left", box=SIMPLE)
+    made.add_column("GEMM", no_wrap=True)
+    made.add_column("method", no_wrap=True)
     for column in ("calls", "T", "wall us", "compute", *(("alone",) if alone else ()), "comm"):
-        made.add_column(column, justify="right")
-    for column in (*(("alone",) if alone else ()), "overlapped", "exposed", "%", "waited for"):
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", no_wrap=True)
+    for column in (*(("alone",) if alone else ()), "overlapped", "exposed", "%", "waited for, us"):
+        made.add_column(column, justify="right", no_wrap=True)
     for row in figures:
         least, most = row.tokens
         cells = [row.name, row.method or "?", str(row.calls), f"{most}" if least == most else f"{least}..{most}"]
         cells += [_us(row.wall_us), _us(row.compute_us), *((_us(row.compute_alone_us),) if alone else ())]
         cells += [_us(row.comm_us), *((_us(row.comm_alone_us),) if alone else ()), _us(row.overlapped_us)]
         late = row.waited_for_rank
-        waited = "-" if late is None else f"rank {late} {row.wait_us[late]:.0f} us"
+        waited = "-" if late is None else f"rank {late} {row.wait_us[late]:.0f}"
         made.add_row(*cells, _us(row.exposed_us), f"{row.exposed_percent:.1f}", waited)
     return made
 
@@ -82,8 +86,9 @@ def advice_lines(advice: Sequence[Advice]) -> Iterator[str]:
 
 
 def show(console: Console, report: Report) -> None:
-    """Table, advice and notes."""
+    """Table, advice and notes. A narrow terminal wraps the lines: cut numbers would be worse."""
     if report.figures:
+        console.width = max(console.width, _TABLE_WIDTH)
         console.print(table(report.figures, report.title))
     else:
         console.print(f"{report.title}: no named GEMM", markup=False)
