@@ -78,6 +78,11 @@ def async_tp(session: Session, row: GemmRow, x: torch.Tensor, weight: torch.Tens
     return gather_then_gemm if row.direction == "ag" else gemm_then_scatter
 
 
+def why_no_nccl(session: Session) -> str | None:
+    """Why the plain collectives cannot run; None where they can."""
+    return "NCCL refuses two ranks on one GPU" if session.job.shares_gpus else None
+
+
 def why_no_async_tp(session: Session, row: GemmRow) -> str | None:
     """Why torch's async-TP cannot run this row; None where it can be tried."""
     if not session.is_cuda:

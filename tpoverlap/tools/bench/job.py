@@ -63,6 +63,11 @@ class BenchJob:
         return self.device_type == "cuda" and self.ranks_per_host > self.num_gpus
 
     @property
+    def is_judged(self) -> bool:
+        """Whether ``data/targets.json`` is about this machine: two ranks, a GPU each. Elsewhere there is no verdict."""
+        return self.device_type == "cuda" and self.tp_size == 2 and not self.shares_gpus
+
+    @property
     def group_backend(self) -> str:
         """``torch.distributed`` backend of the TP group."""
         return "gloo" if self.device_type == "cpu" or self.shares_gpus else "cpu:gloo,cuda:nccl"

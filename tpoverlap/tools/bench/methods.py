@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
 
 import torch
 
@@ -96,16 +96,17 @@ class Methods:
         """The layer's communicators, for ``all_gather_gemm`` and ``gemm_reduce_scatter``."""
         return self.manager.layer(_layer_name(label, direction, width), row=direction == "rs")
 
-    def call(
+    def prepare(
         self, label: str, row: GemmRow, x: torch.Tensor, weight: torch.Tensor, partition: TokenPartition
-    ) -> torch.Tensor:
-        """One operation: ``x`` is [T_r, K] of an AG row, [T, K] of an RS row."""
+    ) -> Callable[[], torch.Tensor]:
+        """One operation as users write it, and nothing else: ``x`` is [T_r, K] of an AG row, [T, K] of an RS row.
+
+        It belongs to the manager of now: prepare it again after `renew`.
+        """
         layer = self.layer(label, row.direction, row.width)
         if row.direction == "rs":
-            return tpo.gemm_reduce_scatter(x, weight, layer, partition=partition)
-        output = tpo.all_gather_gemm(x, weight, layer, partition=partition)
-        assert isinstance(output, torch.Tensor), "one weight, one output"
-        return output
+            return lambda: tpo.gemm_reduce_scatter(x, weight, layer, partition=partition)
+        return lambda: cast("torch.Tensor", tpo.all_gather_gemm(x, weight, layer, partition=partition))
 
     def explain(self, label: str, row: GemmRow) -> str:
         """What the manager says about this name at this T."""

@@ -61,22 +61,20 @@ def _verdict(row: Row) -> str:
 def dynamic_table(rows: Sequence[Row]) -> Table:
     """One line a shape and walk."""
     table = Table(title="dynamic: time over a whole walk of T", title_justify="left", pad_edge=False)
-    table.add_column("walk, K x N", no_wrap=True)
+    table.add_column("walk, C x K x N", no_wrap=True)
     for heading in ("auto ms", "plain ms", "padded ms", "C/mean T", "padded/auto", "plain/auto"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("T: auto / manager of capacity T")
     for row in rows:
-        totals = row["total_us"]
-        cells = [figure(value and value / 1e3, 2) for value in (totals.get(name) for name in _WALK_VARIANTS)]
         exact = ", ".join(f"{one['tokens']}: {figure(one['ratio'])}" for one in row["exact_capacity"])
-        table.add_row(
-            row["label"],
-            *cells,
-            figure(row["capacity_over_mean"]),
-            figure(row["padded_speed_up"]),
-            figure(row["sequential_speed_up"]),
-            exact + "".join(f" ERROR: {problem}" for problem in row["problems"]),
-        )
+        for name, walk in row["walks"].items():
+            totals = walk["total_us"]
+            cells = [figure(value and value / 1e3, 2) for value in (totals.get(label) for label in _WALK_VARIANTS)]
+            ratios = [figure(walk[key]) for key in ("capacity_over_mean", "padded_speed_up", "sequential_speed_up")]
+            table.add_row(f"{name}, {row['label']}", *cells, *ratios, exact)
+            exact = ""
+        for problem in row["problems"]:
+            table.add_row(f"  ERROR: {problem}", *[""] * 7, style="red")
     return table
 
 
@@ -95,7 +93,7 @@ def host_table(rows: Sequence[Row]) -> Table:
             figure(host.get(key), 1)
             for key in ("no_grad_same", "no_grad_new", "autograd_same", "autograd_new", "backward_same")
         )
-        table.add_row(row["label"], *cells, *[], style="red" if row["problems"] else "")
+        table.add_row(row["label"], *cells, style="red" if row["problems"] else "")
         for problem in row["problems"]:
             table.add_row(f"  ERROR: {problem}", *[""] * 5, style="red")
     return table

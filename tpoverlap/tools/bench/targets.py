@@ -128,3 +128,58 @@ def _in_words(one: Row) -> str:
 
 def _show(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def summarise_dynamic(rows: Sequence[Row]) -> Row:
+    """Speed-ups a walk, summed over all shapes and directions; misses where the rows hold for the targets."""
+    rules = targets()["dynamic"]
+    walks: dict[str, Row] = {}
+    missed: list[str] = []
+    for name in dict.fromkeys(name for row in rows for name in row["walks"]):
+        done = [row["walks"][name] for row in rows if len(row["walks"][name]["total_us"]) == _NUM_WALK_VARIANTS]
+        if not done:
+            continue
+        total = {label: sum(walk["total_us"][label] for walk in done) for label in done[0]["total_us"]}
+        padded = total["padded to capacity"] / total["auto"]
+        sequential = total["plain sequential"] / total["auto"]
+        over_mean = done[0]["capacity_over_mean"]
+        walks[name] = {
+            "total_us": total,
+            "capacity_over_mean": over_mean,
+            "padded_speed_up": padded,
+            "sequential_speed_up": sequential,
+            "num_rows": len(done),
+        }
+        wanted = rules["padded_speed_up_of_capacity_over_mean"] * over_mean
+        if padded < wanted:
+            missed.append(f"{name}: speed-up over padding {padded:.3f}, wanted {wanted:.3f}")
+        if sequential < rules["sequential_speed_up_over_all_shapes"]:
+            wanted = rules["sequential_speed_up_over_all_shapes"]
+            missed.append(f"{name}: speed-up over plain sequential {sequential:.3f}, wanted {wanted:.3f}")
+    missed += [
+        f"{row['label']}, T={one['tokens']}: {one['ratio']:.3f} of a manager of capacity T, wanted at most {bound}"
+        for bound in (rules["exact_capacity_ratio"],)
+        for row in rows
+        for one in row["exact_capacity"]
+        if one["ratio"] is not None and one["ratio"] > bound
+    ]
+    judged = any(row["judged"] for row in rows)
+    return {"walks": walks, "missed": missed if judged else [], "judged": judged}
+
+
+_NUM_WALK_VARIANTS = 3
+
+
+def summarise_host(rows: Sequence[Row]) -> Row:
+    """Misses of the host-time targets; none where they are not for this machine."""
+    rules = targets()["host"]
+    missed: list[str] = []
+    for row in rows:
+        if not row["judged"] or row["operation"] not in rules["methods"]:
+            continue
+        for kind in ("no_grad", "autograd"):
+            for key in ("same", "new"):
+                value, bound = row["host_us"].get(f"{kind}_{key}"), rules[f"{kind}_us"]
+                if value is None or value > bound:
+                    missed.append(f"{row['label']}, {kind}, {key} T: {_show(value)}, wanted at most {bound:.0f}")
+    return {"missed": missed, "judged": any(row["judged"] for row in rows)}

@@ -42,13 +42,18 @@ class Times:
         return self.eager_us if mode == "eager" else self.queued_us
 
 
-def measure(session: Session, runs: Mapping[str, Run], *, queued: bool = True) -> dict[str, Times]:
-    """Times of each of ``runs``, which are the same on every rank and were checked before. Collective."""
+def measure(
+    session: Session, runs: Mapping[str, Run], *, queued: bool = True, calls: int | None = None
+) -> dict[str, Times]:
+    """Times of each of ``runs``, which are the same on every rank and were checked before. Collective.
+
+    ``calls``: of an eager round; None: as many as fill the clock. A long run warms up with its first such round.
+    """
     stopwatch = _Stopwatch(session)
     for run in runs.values():
-        for _ in range(_WARM_UP_CALLS):
+        for _ in range(_WARM_UP_CALLS if calls is None else 1):
             run()
-    calls = {label: stopwatch.eager_calls(run) for label, run in runs.items()}
+    counts = {label: calls or stopwatch.eager_calls(run) for label, run in runs.items()}
     plans = {label: stopwatch.plan_queue(run) for label, run in runs.items()} if queued and session.is_cuda else {}
     eager: dict[str, list[float]] = {label: [] for label in runs}
     delayed: dict[str, list[float]] = {label: [] for label in runs}
@@ -56,7 +61,7 @@ def measure(session: Session, runs: Mapping[str, Run], *, queued: bool = True) -
     for turn in range(session.job.rounds):
         shift = turn % len(labels)
         for label in labels[shift:] + labels[:shift]:  # nobody is always the one behind the longest kernel
-            eager[label].append(stopwatch.eager_round(runs[label], calls[label]))
+            eager[label].append(stopwatch.eager_round(runs[label], counts[label]))
             if label in plans:
                 time_us, covered = stopwatch.queued_round(runs[label], plans[label])
                 if covered:

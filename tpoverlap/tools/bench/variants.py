@@ -86,20 +86,22 @@ def build_variants(
     even = RowInputs(session, operands, row, baselines.even_rows(row, session.tp_size))
 
     def ours(label: str, at: RowInputs) -> Callable[[], Run]:
-        return lambda: lambda: methods.call(label, row, at.x, at.weight, at.partition)
+        return lambda: methods.prepare(label, row, at.x, at.weight, at.partition)
 
     # NCCL and async-TP round after every addition, R - 1 times, where the twin rounds the sum once.
     baseline_factor = TWIN_FACTOR * (session.tp_size - 1 if row.direction == "rs" else 1)
-    variants = [
-        Variant(
-            PLAIN,
-            "baseline",
-            lambda: baselines.plain_sequential(session, row, even.x, even.weight),
-            even.first_row,
-            baseline_factor,
-            uses_manager=False,
+    variants = []
+    if baselines.why_no_nccl(session) is None:
+        variants.append(
+            Variant(
+                PLAIN,
+                "baseline",
+                lambda: baselines.plain_sequential(session, row, even.x, even.weight),
+                even.first_row,
+                baseline_factor,
+                uses_manager=False,
+            )
         )
-    ]
     variants += [
         Variant(label, "ours", ours(label, inputs), inputs.first_row)
         for label in method_labels(row.direction, session.tp_size)
@@ -126,27 +128,29 @@ def check(session: Session, methods: Methods, variants: list[Variant], reference
     checked, good = Checked(), []
     for variant in variants:
         checked.kinds[variant.label] = variant.kind
-        error, problem = _try(session, variant, reference)
-        first = session.first_problem(problem)
-        if first is None:
-            checked.relative_errors[variant.label] = max(session.agree(error))
+        error, problem, raised = _try(session, variant, reference)
+        answers: list[tuple[float, str | None, bool]] = session.agree((error, problem, raised))
+        problems = [f"rank {rank}: {one}" for rank, (_, one, _) in enumerate(answers) if one is not None]
+        if not problems:
+            checked.relative_errors[variant.label] = max(one for one, _, _ in answers)
             good.append(variant)
             continue
-        checked.errors[variant.label] = first
-        if variant.uses_manager and "wrong numbers" not in first:
-            methods.renew()  # whatever it raised, no later row may suffer from it
+        checked.errors[variant.label] = problems[0]
+        if variant.uses_manager and any(one for _, _, one in answers):
+            methods.renew()  # whatever it raised, no later operation may suffer from it
     checked.runs = {variant.label: variant.build() for variant in good}
     return checked
 
 
-def _try(session: Session, variant: Variant, reference: Reference) -> tuple[float, str | None]:
+def _try(session: Session, variant: Variant, reference: Reference) -> tuple[float, str | None, bool]:
+    """(relative error, problem or None, whether it raised)."""
     try:
         output = variant.build()()
         if session.is_cuda:
             torch.cuda.synchronize(session.device)
-        return reference.compare(output, variant.first_row, variant.factor)
+        return *reference.compare(output, variant.first_row, variant.factor), False
     except Exception as error:  # of any kind: the other ranks are about to agree on it
-        return float("nan"), f"{type(error).__name__}: {str(error)[:500]}"
+        return float("nan"), f"{type(error).__name__}: {str(error)[:500]}", True
 
 
 def add_alone(session: Session, operands: Operands, transfer: PlainTransfer, row: GemmRow, checked: Checked) -> None:
@@ -156,8 +160,14 @@ def add_alone(session: Session, operands: Operands, transfer: PlainTransfer, row
     weight = inputs.weight
     full = inputs.x_all
     checked.runs[GEMM] = lambda: torch.mm(full, weight.t())
-    scattered = even.x if row.direction == "ag" else operands.activation(even.partition.total, row.width)
-    checked.runs[COLLECTIVE] = baselines.collective(session, row, scattered)
+    for label in (COLLECTIVE, PLAIN):
+        if (reason := baselines.why_no_nccl(session)) is not None:
+            checked.skipped[label] = reason
+    if COLLECTIVE not in checked.skipped:
+        scattered = even.x if row.direction == "ag" else operands.activation(even.partition.total, row.width)
+        checked.runs[COLLECTIVE] = baselines.collective(session, row, scattered)
+    if (reason := baselines.why_no_async_tp(session, row)) is not None:
+        checked.skipped[ASYNC_TP] = reason
     if transfer.reason is not None:
         checked.skipped[PUSH] = transfer.reason
         return

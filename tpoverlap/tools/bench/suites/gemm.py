@@ -19,12 +19,11 @@ from tpoverlap.tools.bench.suite import Row, Runner, Suite
 from tpoverlap.tools.bench.timing import Times, measure
 from tpoverlap.tools.bench.variants import (
     ALONE,
-    ASYNC_TP,
-    COLLECTIVE,
     GEMM,
     PLAIN,
     PULL,
     PUSH,
+    RowInputs,
     Sizes,
     add_alone,
     build_variants,
@@ -39,6 +38,8 @@ MODES: Final = ("eager", "queued")
 _TABLE_SHAPES: Final[tuple[Shape, ...]] = tuple(
     dict.fromkeys((s.num_tokens, s.in_features, s.out_features) for s in (*GEMM_SHAPES, *TP8_SHAPES))
 )
+TABLE_FEATURES: Final = tuple(dict.fromkeys((s.in_features, s.out_features) for s in GEMM_SHAPES))
+"""(K, N) of the nine shapes that peers were measured on."""
 _SWEEP_TOKENS: Final = (16, 64, 128, 256, 512, 1024, 2048, 16384)
 _SWEEP: Final[tuple[Shape, ...]] = (*((t, 8192, 4096) for t in _SWEEP_TOKENS), (512, 4096, 3072))
 _QUICK: Final[tuple[Shape, ...]] = (
@@ -145,17 +146,9 @@ class _GemmRunner(Runner):
         session, row = self._session, item
         with torch.no_grad():
             variants = build_variants(session, self._operands, self._methods, row)
-            full = (
-                self._operands.activation(row.num_tokens, row.in_features)
-                if row.direction == "ag"
-                else self._operands.own_activation(row.num_tokens, row.in_features)
-            )
-            weight = self._operands.weight(row.out_features, row.in_features)
-            checked = check(session, self._methods, variants, Reference(session, row, full, weight))
+            inputs = RowInputs(session, self._operands, row, row.num_tokens)
+            checked = check(session, self._methods, variants, Reference(session, row, inputs.x_all, inputs.weight))
             add_alone(session, self._operands, self._transfer, row, checked)
-            reason = baselines.why_no_async_tp(session, row)
-            if reason is not None:
-                checked.skipped[ASYNC_TP] = reason
             times = measure(session, checked.runs)
         self._methods.manager.check()
         figures = _figures(session, row, times)
@@ -183,9 +176,7 @@ class _GemmRunner(Runner):
             "measured": any(label in methods for label in ours),
             "problems": [f"{label}: {checked.errors[label]}" for label in ours if label in checked.errors],
         }
-        # They were set for one GPU a rank, two ranks: elsewhere a verdict would mean nothing.
-        judged = session.is_cuda and session.tp_size == 2 and not session.job.shares_gpus
-        result["targets"] = targets.judge_gemm(result) if judged else []
+        result["targets"] = targets.judge_gemm(result) if session.job.is_judged else []
         return result
 
     def close(self) -> None:
@@ -209,7 +200,6 @@ def _figures(session: Session, row: GemmRow, times: dict[str, Times]) -> Row:
         "transfer_us": {one: _transfer_us(times, one) for one in MODES},
         "link_rate_gb_per_s": formulas.link_rate_gb_per_s(comm_bytes, transfer),
         "c": formulas.ratio(transfer, times[GEMM].of(mode)),
-        "collective_gb_per_s": formulas.link_rate_gb_per_s(comm_bytes, times[COLLECTIVE].of(mode)),
     }
 
 
