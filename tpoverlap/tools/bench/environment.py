@@ -20,7 +20,7 @@ def environment() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": " ".join([_program(sys.argv[0]), *sys.argv[1:]]),
         "commit": _git("rev-parse", "--short", "HEAD"),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
         "cpu": _cpu_name(),
@@ -33,6 +33,11 @@ def environment() -> dict[str, Any]:
         "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         "tpoverlap": tpoverlap.__version__,
     }
+
+
+def _program(path: str) -> str:
+    """As a user types it, not where it lies on this machine."""
+    return "python -m tpoverlap" if path.endswith("__main__.py") else Path(path).name
 
 
 def _cpu_name() -> str:
