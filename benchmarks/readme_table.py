@@ -73,7 +73,9 @@ def problem_in(readme: str, wanted: str) -> str | None:
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
         return f"it needs {BEGIN} and {END}, each once, around the table"
     held = readme.partition(BEGIN)[2].partition(END)[0].strip()
-    return None if held == wanted.strip() else "the table between its markers is another one: paste this script's output"
+    return (
+        None if held == wanted.strip() else "the table between its markers is another one: paste this script's output"
+    )
 
 
 @click.command()
