@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from tpoverlap.tools.train.batching import plan_steps
-from tpoverlap.tools.train.corpus import read_corpus
+from tpoverlap.tools.train.corpus import Corpus, read_corpus
 
 CAPACITY_TOKENS = 8192
 NUM_PLANNED = 60  # every fifth is left out: 48 remain
@@ -28,9 +28,8 @@ FIXED_DOCUMENTS = 6
 FIXED_LONGEST = 3 * CAPACITY_TOKENS // 8  # so that six of them fit, whichever they are
 
 
-def record() -> dict[str, Any]:
+def record(corpus: Corpus) -> dict[str, Any]:
     """Both walks, with what is needed to make them again."""
-    corpus = read_corpus()
     short = [document for document in corpus.documents if len(document) <= FIXED_LONGEST]
     walks = {
         "packed": ("as many documents as fit in C", _walk(list(corpus.documents), AS_MANY_AS_FIT)),
@@ -69,7 +68,7 @@ def _walk(documents: list[bytes], num_documents: int, *, exactly: bool = False) 
 @click.argument("target", type=click.Path(path_type=Path))
 def main(target: Path) -> None:
     """Write the walks to TARGET."""
-    recorded = record()
+    recorded = record(read_corpus())
     text = json.dumps(recorded, indent=1) + "\n"
     # One line a walk: numbers one below the other are no easier to read.
     target.write_text(re.sub(r"\[[\d,\s]+\]", lambda found: "[" + " ".join(found.group()[1:-1].split()) + "]", text))

@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import readme_table, record_walks
+from benchmarks import compare_runs, readme_table, record_walks
 from tpoverlap.tools.bench import formulas, targets, timing
 from tpoverlap.tools.bench.job import BenchJob, parse_shape, parse_tokens
 from tpoverlap.tools.bench.methods import method_labels
@@ -218,9 +218,10 @@ def test_walks_are_what_the_script_records() -> None:
     recorded = json.loads(
         (Path(record_walks.__file__).parents[1] / "tpoverlap/tools/bench/data/walks.json").read_text()
     )
-    if hashlib.sha256(b"\0".join(read_corpus().documents)).hexdigest() != recorded["corpus_sha256"]:
+    corpus = read_corpus()
+    if hashlib.sha256(b"\0".join(corpus.documents)).hexdigest() != recorded["corpus_sha256"]:
         pytest.skip(f"{recorded['corpus']} has other sources than this Python {platform.python_version()}")
-    assert record_walks.record() == recorded
+    assert record_walks.record(corpus) == recorded
 
 
 # -- the queue --------------------------------------------------------------------------------------------------------
@@ -296,3 +297,24 @@ def test_the_picture_takes_the_shape_with_the_most_tokens() -> None:
     rows = [at(9, 1), at(7, 2), at(5, 2), at(3, 1), at(6, 2)]
     assert [one["num_tokens"] for one in sweep(rows, "ag")] == [5, 6, 7]
     assert sweep(rows, "rs") == []
+
+
+def test_two_runs_are_compared_by_their_ratios(tmp_path: Path) -> None:
+    def run_of(ratio: float) -> Path:
+        methods = {
+            "auto": {"of_sequential": {"eager": 0.5, "queued": ratio}},
+            "fused": {"of_sequential": {"eager": ratio}},
+        }
+        path = tmp_path / f"{ratio}.json"
+        path.write_text(json.dumps({"rows": [{"suite": "gemm", "label": "ag 1x1x1", "methods": methods}]}))
+        return path
+
+    def compare(*paths: Path) -> Any:
+        return CliRunner().invoke(compare_runs.main, [str(path) for path in paths])
+
+    assert compare(run_of(0.8), run_of(0.82)).exit_code == 0
+    apart = compare(run_of(0.8), run_of(0.85))
+    assert apart.exit_code == 1 and "auto, queued: 0.800 0.850" in apart.output and "fused, eager" in apart.output
+    empty = tmp_path / "empty.json"
+    empty.write_text('{"rows": []}')
+    assert compare(empty, run_of(0.8)).exit_code == 1

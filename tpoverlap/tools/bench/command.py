@@ -102,6 +102,7 @@ def bench(
 
     try:
         require_files(json_path, plot_path)
+        before = _changed_at(json_path)
         tp_size, ranks_per_host = ranks_of(tp, os.environ)
         device_type, num_gpus = device_of(device)
         job = BenchJob(
@@ -128,7 +129,7 @@ def bench(
     except (ConfigError, BackendUnavailableError) as error:
         raise click.UsageError(str(error)) from error
     except RankFailure as error:
-        kept = f"\nrows measured before: {json_path}" if json_path is not None and json_path.exists() else ""
+        kept = f"\nthe rows until then are in {json_path}" if _changed_at(json_path) != before else ""
         raise click.ClickException(f"{error}{kept}") from error
     except TpOverlapError as error:
         raise click.ClickException(str(error)) from error
@@ -136,6 +137,10 @@ def bench(
         _finish(report, console, json_path, plot_path)
     if report.problems:
         raise SystemExit(1)
+
+
+def _changed_at(path: Path | None) -> int | None:
+    return path.stat().st_mtime_ns if path is not None and path.exists() else None
 
 
 def _where(job: BenchJob) -> dict[str, Any]:

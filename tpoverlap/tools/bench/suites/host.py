@@ -120,7 +120,8 @@ class _HostRunner(Runner):
 
     def _figures(self, item: HostItem) -> dict[str, float]:
         samples: dict[str, list[float]] = {}
-        for number in range(_BATCHES_A_ROUND * (self._session.job.rounds + 1)):
+        batches = 2 if self._session.job.quick else _BATCHES_A_ROUND
+        for number in range(batches * (self._session.job.rounds + 1)):
             for key, new, autograd in (
                 ("same", False, False),
                 ("new", True, False),
@@ -130,7 +131,7 @@ class _HostRunner(Runner):
                 if autograd and item.operation == PLAIN:
                     continue  # plain collectives have no backward
                 forward, backward = self._batch(item, new=new, autograd=autograd)
-                if number < _BATCHES_A_ROUND:
+                if number < batches:
                     continue  # the first round warms up
                 samples.setdefault(f"{'autograd' if autograd else 'no_grad'}_{key}", []).append(forward)
                 if autograd:
