@@ -18,7 +18,7 @@ from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import Decision, choose, method_for_use
 from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError
 from tpoverlap.explanation import explanation
-from tpoverlap.memory import select_backend
+from tpoverlap.memory import Backend, select_backend
 from tpoverlap.memory_report import default_max_rows, report_memory, standard_regions
 from tpoverlap.name_table import NameTable
 from tpoverlap.overlap import OperationContext, possible_labels
@@ -65,7 +65,7 @@ class UserBufferManager:
         device: None: the current GPU if there is one, else the CPU.
         ub_cfgs: options by GEMM name (mapping or YAML file), see docs/configuration.md.
         quantization_modes: only ``None`` / "none" in this release (no FP8 yet).
-        backend: "auto", "cuda", "shared" or "process_group".
+        backend: "auto", "cuda", "shared" or "process_group"; or a `Backend` class, for tests.
         timeout_s: bound of every wait for a peer; None: the group's own time-out.
         on_overflow: "error", or "sequential" to run a T above C on the plain collectives.
         plan: a former manager's ``plan()``, to pin its choices.
@@ -84,7 +84,7 @@ class UserBufferManager:
         device: torch.device | str | int | None = None,
         ub_cfgs: ConfigSource = None,
         quantization_modes: Any = None,
-        backend: str = "auto",
+        backend: str | type[Backend] = "auto",
         timeout_s: float | None = None,
         on_overflow: str = "error",
         plan: Mapping[str, Any] | None = None,
@@ -100,7 +100,8 @@ class UserBufferManager:
             self.on_overflow = on_overflow
             self.timeout_s = resolve_timeout(timeout_s, self.group, self.device)
             require_choice("dtype", dtype, DTYPES)
-            require_choice("backend", backend, BACKENDS)
+            if not (isinstance(backend, type) and issubclass(backend, Backend)):
+                require_choice("backend", backend, BACKENDS)
             require_choice("on_overflow", on_overflow, OVERFLOW_MODES)
             require_unquantised(quantization_modes)
             self.max_rows_per_rank = parse_max_rows(max_rows_per_rank, self.capacity_shape[0], self.tp_size)
@@ -110,7 +111,7 @@ class UserBufferManager:
                 self.capacity_shape,
                 str(dtype),
                 self.device.type,
-                backend,
+                backend if isinstance(backend, str) else backend.name,
                 self.timeout_s,
                 on_overflow,
                 self.max_rows_per_rank,
@@ -133,7 +134,7 @@ class UserBufferManager:
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    def _open_channel(self, backend: str) -> None:
+    def _open_channel(self, backend: str | type[Backend]) -> None:
         choice = select_backend(backend, self.group, self.device)
         self.backend_name, self.backend_reason = choice.backend.name, choice.reason
         capacity_tokens, width = self.capacity_shape

@@ -189,8 +189,10 @@ class Channel:
                 yield descriptor
             except BaseException as error:
                 self.fail(error, descriptor)
+                if self.transport.asynchronous:
+                    self.completed(descriptor, self.transport.finished(caller))
                 raise
-            self.completed(descriptor, caller)
+            self.completed(descriptor, self.transport.finished(caller))
 
     def hand_out_slot(self, region_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """View of the slot that the region's next operation uses; its credit then waits for the next-but-one."""
@@ -229,16 +231,17 @@ class Channel:
         self._in_flight[descriptor.sequence] = InFlight(descriptor, time.monotonic())
         return descriptor
 
-    def completed(self, descriptor: Descriptor, caller: Stream) -> None:
-        """The operation's work is done (CPU) or enqueued (GPU)."""
-        if self.device.type == "cpu":
-            self._in_flight.pop(descriptor.sequence, None)
+    def completed(self, descriptor: Descriptor, finished: Event | None) -> None:
+        """The operation's work is done (``finished`` None), or enqueued and done when ``finished`` is."""
+        in_flight = self._in_flight
+        if finished is None:
+            in_flight.pop(descriptor.sequence, None)
             return
-        self._in_flight[descriptor.sequence].finished = caller.record()
-        while (oldest := next(iter(self._in_flight.values()), None)) is not None:
+        in_flight[descriptor.sequence].finished = finished
+        while (oldest := next(iter(in_flight.values()), None)) is not None:
             if oldest.finished is None or not oldest.finished.done():
-                break
-            self._in_flight.pop(oldest.descriptor.sequence, None)
+                return
+            in_flight.pop(oldest.descriptor.sequence, None)
 
     # -- errors --------------------------------------------------------------------------------------------------
 
@@ -250,7 +253,7 @@ class Channel:
     @property
     def bounds_waits(self) -> bool:
         """Whether the watchdog must end waits at the time-out (waiters on the CPU bound themselves)."""
-        return self.device.type == "cuda"
+        return self.transport.asynchronous
 
     def oldest_in_flight(self) -> InFlight | None:
         """The operation that has been running longest, or None. For the watchdog."""
@@ -386,8 +389,7 @@ class Channel:
             # and it works after the process group was destroyed.
             with self.announced("close", TokenPartition((1,) * self.tp_size), torch.uint8):
                 pass
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self.transport.synchronize()
             self.fault.check()
         finally:
             self._shut_down()
@@ -411,7 +413,7 @@ class Channel:
     def _device_is_idle(self) -> bool:
         # After an error the waits were released, but the work behind them may still run, and must not lose its memory.
         deadline = time.monotonic() + _DRAIN_S
-        while self.oldest_in_flight() is not None and self.device.type == "cuda":
+        while self.oldest_in_flight() is not None and self.transport.asynchronous:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpoverlap.comm.copier import Copier, EngineCopier
+from tpoverlap.comm.copier import ENGINE, Copier
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COMPUTED_PIECE = MAX_PIECES - 1
 """Its arrival flag carries no data; methods that use it have fewer pieces."""
-_REFRESH_EVERY = 1 << 20
+REFRESH_EVERY = 1 << 20
 """Uses of a region between two refreshes of all its arrival flags; far below the 2**31 that one may stay unwritten."""
 
 
@@ -57,6 +57,7 @@ class Exchange(ABC):
         partition: rows of each rank.
         caller: the stream that the caller's tensors are ordered on.
         copier: what moves rows into mapped peers; the copy engine unless a method sets another.
+        finished: on a device, set at the end: an event after everything that the operation enqueued.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class Exchange(ABC):
         self.compute_streams = channel.compute_streams
         self.dtype = dtype
         self.hands_out_slot = epoch in region.held
-        self.copier: Copier = EngineCopier()
+        self.copier: Copier = ENGINE
+        self.finished: Event | None = None
         self._own_copy_done: Event | None = None
         self._previous_reader = region.last_reader.get(epoch % region.depth)
         self._channel = channel
@@ -130,6 +132,7 @@ class Exchange(ABC):
 
     def run(self, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
         """Run a GEMM (or another computation) on ``stream``, marked in the trace if there is one."""
+        self._before_work(stream)
         trace = self._channel.trace
         if stream is not self.caller:  # elsewhere an error does not reach the caller by itself
             work = partial(self._explained, work)
@@ -143,6 +146,9 @@ class Exchange(ABC):
             trace.mark(stream, f"{what}_end", step)
 
         stream.run(traced)
+
+    def _before_work(self, stream: Stream) -> None:  # noqa: B027  (not every transport holds something back)
+        """``stream`` is about to be given work."""
 
     def _explained(self, work: Callable[[], object]) -> None:
         """Run ``work``; what it raises says in which operation it happened."""
@@ -162,9 +168,9 @@ class Exchange(ABC):
         try:
             if error is None:
                 self._finish_or_fail()
-                self._channel.completed(self._descriptor, self.caller)
+                self._channel.completed(self._descriptor, self.finished)
             else:
-                self._channel.fail(error, self._descriptor)
+                self._fail(error)
         finally:
             self._channel.leave()
 
@@ -172,8 +178,11 @@ class Exchange(ABC):
         try:
             self._finish()
         except BaseException as error:
-            self._channel.fail(error, self._descriptor)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._channel.fail(error, self._descriptor)
 
     # -- what a transport implements -----------------------------------------------------------------------------
 
@@ -204,9 +213,11 @@ class OneSidedExchange(Exchange):
     """Copies into mapped peers, with the flags of `tpoverlap.comm.signals`."""
 
     signals: Signals
+    _expected: set[int]
+    _ref: SlotRef
 
     def start(self) -> None:
-        self._expected: set[int] = set()
+        self._expected = set()
         signals, comm = self.signals, self._comm
         region, ref = self._region, self._region.ref(self._epoch)
         self._ref = ref
@@ -293,7 +304,7 @@ class OneSidedExchange(Exchange):
             self.signals.expect(stream, peer, self._descriptor)
 
     def _finish(self) -> None:
-        if self._epoch % _REFRESH_EVERY < self._region.depth:
+        if self._epoch % REFRESH_EVERY < self._region.depth:
             self._comm.enqueue(self._refresh_flags)
         self.caller.enqueue(lambda: self._expect_all(self.caller))
         self.caller.wait(self._comm.record())

@@ -142,4 +142,5 @@ class NcclExchange(Exchange):
 
     def _finish(self) -> None:
         self.caller.wait(self._comm.record())
-        self._region.last_reader[self._epoch % self._region.depth] = self.caller.record()
+        self.finished = self.caller.record()
+        self._region.last_reader[self._epoch % self._region.depth] = self.finished
