@@ -41,6 +41,7 @@ from tpoverlap.setup import (
 from tpoverlap.tokens import TokenPartition
 
 logger = logging.getLogger("tpoverlap")
+_CHOICES = 512
 
 
 class UserBufferManager:
@@ -271,7 +272,8 @@ class UserBufferManager:
             name: "qkv", "proj", "fc1", "fc2" or a registered name; an unregistered one runs without overlap.
             row: whether fprop reduce-scatters; None: as the name is configured.
         """
-        self.require_open()
+        if self._closed:
+            self.require_open()
         if row is None:
             fprop = f"{name}_fprop"
             row = fprop in self._names and self._names.get(fprop).is_reduce_scatter
@@ -297,14 +299,12 @@ class UserBufferManager:
         Raises:
             CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot do this.
         """
-        self.require_open()
+        if self._closed:
+            self.require_open()
         if self.channel is not None:
             self.channel.check()
-        overflow = self._overflows(communicator, partition)
-        decision = self._decide(communicator, partition.total, overflow=overflow)
-        chosen = method_for_use(
-            decision.method, communicator.config, name=communicator.name, scatter=scatter, beside=beside
-        )
+        overflow = not communicator.fits(partition) and self._overflows(communicator, partition)
+        chosen = self._choose(communicator, partition.total, overflow, scatter, beside)
         communicator.statistics.record(chosen, partition.total, overflow=overflow)
         if overflow and partition != self._logged_overflow:
             self._logged_overflow = partition  # one line a microbatch, not one an operation
@@ -330,6 +330,23 @@ class UserBufferManager:
             communicator.width,
             self.dtype,
         )
+
+    def _choose(self, communicator: CommOverlap, num_tokens: int, overflow: bool, scatter: bool, beside: bool) -> str:
+        """The method; remembered, for the last few hundred T of each communicator."""
+        if communicator.chosen_for is not communicator.config:
+            communicator.choices.clear()
+            communicator.chosen_for = communicator.config
+        key = (num_tokens, overflow, scatter, beside)
+        found = communicator.choices.get(key)
+        if found is None:
+            decision = self._decide(communicator, num_tokens, overflow=overflow)
+            found = method_for_use(
+                decision.method, communicator.config, name=communicator.name, scatter=scatter, beside=beside
+            )
+            if len(communicator.choices) >= _CHOICES:
+                communicator.choices.clear()
+            communicator.choices[key] = found
+        return found
 
     def _overflows(self, communicator: CommOverlap, partition: TokenPartition) -> bool:
         try:
@@ -463,8 +480,12 @@ class UserBufferManager:
         if self._closed:
             raise NotInitializedError("this manager was closed; create a new one")
 
-    def require_input(self, x: torch.Tensor, what: str) -> None:
+    def require_input(self, x: torch.Tensor, what: str, name: str | None = None) -> None:
         """Raise ActiveShapeError unless ``x`` is 2-D and on this manager's device, in its dtype."""
+        if isinstance(x, torch.Tensor) and x.ndim == 2 and x.dtype == self.dtype and x.device == self.device:
+            return
+        if name is not None:
+            what = f"{name}: {what}"
         if not isinstance(x, torch.Tensor):
             raise ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
         if x.dim() != 2:
@@ -473,5 +494,4 @@ class UserBufferManager:
             )
         if x.dtype != self.dtype:
             raise ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {self.dtype}; cast it")
-        if x.device != self.device:
-            raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")
+        raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")

@@ -19,6 +19,7 @@ events: they travel in the same calls as the flags.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -42,22 +43,23 @@ class DeviceExchange(OneSidedExchange):
     _comm: DeviceStream
 
     def start(self) -> None:
-        signals, comm, caller = self.signals, self._comm, self.caller
-        region, epoch = self._region, self._epoch
+        signals, region, epoch = self.signals, self._region, self._epoch
         self._expected = set()
         self._ref = region.ref(epoch)
         self._slot = signals.slot_addresses(region, self._ref.slot)
         self._caller_word, self._comm_word, self._caller_count = signals.order_words()
         self._comm_count = self._comm_start = self._caller_count
         self._own_count = 0
-        self._unsent = len(self.steps)
+        self._unsent = 0
+        for step in self.steps:
+            self._unsent += len(step.sends)
         self._moved = False
         previous = epoch - region.depth
         if previous in region.held:
             region.held.discard(previous)
             self._collect_credits(previous)
         self._caller_mark()
-        signals.publish_all(comm, self._descriptor)
+        signals.publish_all(self._comm, self.descriptor)
 
     def _caller_mark(self) -> None:
         """The comm stream goes on once the caller's stream has got here."""
@@ -87,11 +89,12 @@ class DeviceExchange(OneSidedExchange):
             comm.wait(ready)
         elif self._moved:
             self._caller_mark()
-        if step.sends:
-            self._push_all(step.sends, source, base_row, gate)
-        self._unsent -= 1
-        if not self._unsent:
-            self._comm_mark()  # "sent" travels with the last arrival
+        sends = step.sends
+        if sends:
+            self._push_all(sends, source, base_row, gate)
+            self._unsent -= len(sends)
+            if not self._unsent:
+                self._comm_mark()  # "sent" travels with the last arrival
 
     def _push_all(
         self, transfers: tuple[Transfer, ...], source: torch.Tensor, base_row: int, gate: Gate | None
@@ -177,10 +180,15 @@ class DeviceExchange(OneSidedExchange):
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
-    def _before_work(self, stream: Stream) -> None:
+    def run(self, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
         self._moved = True
         if not self._unsent:  # before that, arrivals travel with the next send
             self._comm.flush()
+        channel = self._channel
+        if stream is self.caller and channel.trace is None and channel.before_gemm is None and not self.caller.disturb:
+            work()  # the caller's stream holds nothing back between two calls of an exchange
+        else:
+            super().run(stream, work, what, step)
 
     def _mark(self, stream: Stream, what: str, step: int) -> None:
         trace = self._channel.trace
@@ -192,12 +200,11 @@ class DeviceExchange(OneSidedExchange):
         if self._epoch % REFRESH_EVERY < self._region.depth:
             self._refresh_flags()
             self._comm_mark()
-        elif self._unsent:
+        elif self._unsent or self._comm_count == self._comm_start:  # nothing, or not everything, was sent
             self._comm_mark()
         comm.flush()
-        for peer in self.signals.peers:
-            if peer not in self._expected:
-                self._expect(peer, caller)
+        if len(self._expected) < len(self.signals.peers):
+            self._expect_all(caller)
         caller.wait32(self._comm_word, self._comm_count)
         if self._epoch not in self._region.held:
             self._collect_credits(self._epoch)
@@ -221,7 +228,7 @@ class DeviceExchange(OneSidedExchange):
             self._comm.flush()
             self.caller.wait32(self._comm_word, self._comm_count)
             self._end()
-            self._channel.completed(self._descriptor, self.finished)
+            self._channel.completed(self.descriptor, self.finished)
         except TpOverlapError:
             logger.exception("the driver refused the end of an operation that had failed")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tpoverlap.comm.epochs import MASK, reached
+from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.streams import Event, Stream, Work
 from tpoverlap.memory.driver import (
     MASK32,
@@ -32,6 +32,9 @@ from tpoverlap.memory.driver import (
 )
 
 _pack = PACK.pack_into
+_HALF = 0x7FFFFFFF
+_FULL = (MAX_OPERATIONS - 1) * OPERATION_BYTES
+"""Room for a pair is left."""
 
 
 class DeviceEvent(Event):
@@ -61,7 +64,7 @@ class MarkEvent(Event):
         return self._words.address + 4 * self.index
 
     def done(self) -> bool:
-        return reached(self._words.words[self.index], self.value)
+        return ((self._words.words[self.index] - self.value) & MASK32) <= _HALF  # `epochs.reached`, without the call
 
 
 class DeviceStream(Stream):
@@ -91,29 +94,41 @@ class DeviceStream(Stream):
 
     def write32(self, address: int, value: int) -> None:
         """Collect: the word at ``address`` becomes ``value`` (mod 2**32), after a fence at system scope."""
-        self._collect(WRITE_32, address, value & MASK32, WRITE_ORDERED)
+        offset = self._offset
+        if offset >= _FULL:
+            self.flush()
+            offset = 0
+        _pack(self._buffer, offset, WRITE_32, address, value & MASK32, WRITE_ORDERED, 0)
+        self._offset = offset + OPERATION_BYTES
 
     def wait32(self, address: int, value: int) -> None:
         """Collect: wait until the word at ``address`` has cyclically reached ``value``."""
-        self._collect(WAIT_32, address, value & MASK32, WAIT_GEQ)
+        offset = self._offset
+        if offset >= _FULL:
+            self.flush()
+            offset = 0
+        _pack(self._buffer, offset, WAIT_32, address, value & MASK32, WAIT_GEQ, 0)
+        self._offset = offset + OPERATION_BYTES
 
     def write_pair(self, address: int, first: int, second: int) -> None:
         """Collect: the 64-bit word at ``address + 8`` becomes ``second``, then that at ``address`` ``first``."""
-        self._collect(WRITE_64, address + 8, second, WRITE_ORDERED)
-        self._collect(WRITE_64, address, first, WRITE_ORDERED)
+        offset = self._offset
+        if offset >= _FULL:
+            self.flush()
+            offset = 0
+        _pack(self._buffer, offset, WRITE_64, address + 8, second, WRITE_ORDERED, 0)
+        _pack(self._buffer, offset + OPERATION_BYTES, WRITE_64, address, first, WRITE_ORDERED, 0)
+        self._offset = offset + 2 * OPERATION_BYTES
 
     def wait_pair(self, address: int, first: int, second: int) -> None:
         """Collect: wait until the words that `write_pair` writes are equal to ``first`` and ``second``."""
-        self._collect(WAIT_64, address, first, WAIT_EQ)
-        self._collect(WAIT_64, address + 8, second, WAIT_EQ)
-
-    def _collect(self, operation: int, address: int, value: int, flags: int) -> None:
         offset = self._offset
-        if offset == MAX_OPERATIONS * OPERATION_BYTES:
+        if offset >= _FULL:
             self.flush()
             offset = 0
-        _pack(self._buffer, offset, operation, address, value, flags, 0)
-        self._offset = offset + OPERATION_BYTES
+        _pack(self._buffer, offset, WAIT_64, address, first, WAIT_EQ, 0)
+        _pack(self._buffer, offset + OPERATION_BYTES, WAIT_64, address + 8, second, WAIT_EQ, 0)
+        self._offset = offset + 2 * OPERATION_BYTES
 
     def flush(self) -> None:
         """Hand what was collected to the driver."""

@@ -57,6 +57,7 @@ class Exchange(ABC):
         partition: rows of each rank.
         caller: the stream that the caller's tensors are ordered on.
         copier: what moves rows into mapped peers; the copy engine unless a method sets another.
+        descriptor: what the peers were told about it.
         finished: on a device, set at the end: an event after everything that the operation enqueued.
     """
 
@@ -86,7 +87,7 @@ class Exchange(ABC):
         self._channel = channel
         self._region = region
         self._epoch = epoch
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._comm = channel.comm_stream
 
     # -- what methods call ---------------------------------------------------------------------------------------
@@ -132,8 +133,9 @@ class Exchange(ABC):
 
     def run(self, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
         """Run a GEMM (or another computation) on ``stream``, marked in the trace if there is one."""
-        self._before_work(stream)
-        trace = self._channel.trace
+        trace, hook = self._channel.trace, self._channel.before_gemm
+        if hook is not None and what == "gemm":
+            work = partial(_hooked, hook, stream, work)
         if stream is not self.caller:  # elsewhere an error does not reach the caller by itself
             work = partial(self._explained, work)
         if trace is None:
@@ -147,15 +149,12 @@ class Exchange(ABC):
 
         stream.run(traced)
 
-    def _before_work(self, stream: Stream) -> None:  # noqa: B027  (not every transport holds something back)
-        """``stream`` is about to be given work."""
-
     def _explained(self, work: Callable[[], object]) -> None:
         """Run ``work``; what it raises says in which operation it happened."""
         try:
             work()
         except Exception as error:
-            raise self._channel.explained(error, self._descriptor) from error
+            raise self._channel.explained(error, self.descriptor) from error
 
     # -- life time -----------------------------------------------------------------------------------------------
 
@@ -168,7 +167,7 @@ class Exchange(ABC):
         try:
             if error is None:
                 self._finish_or_fail()
-                self._channel.completed(self._descriptor, self.finished)
+                self._channel.completed(self.descriptor, self.finished)
             else:
                 self._fail(error)
         finally:
@@ -182,7 +181,7 @@ class Exchange(ABC):
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self._channel.fail(error, self._descriptor)
+        self._channel.fail(error, self.descriptor)
 
     # -- what a transport implements -----------------------------------------------------------------------------
 
@@ -206,7 +205,12 @@ class Exchange(ABC):
 
     def _describe(self, transfer: Transfer) -> str:
         rows = f"rows {transfer.row_start}:{transfer.row_stop}"
-        return f"{self._descriptor.label} (T={self.partition.total}), step {transfer.step}, {rows}"
+        return f"{self.descriptor.label} (T={self.partition.total}), step {transfer.step}, {rows}"
+
+
+def _hooked(hook: Callable[[Stream], None], stream: Stream, work: Callable[[], object]) -> None:
+    hook(stream)
+    work()
 
 
 class OneSidedExchange(Exchange):
@@ -229,7 +233,7 @@ class OneSidedExchange(Exchange):
 
         def publish() -> None:
             for peer in self._peers():
-                signals.publish(comm, peer, self._descriptor)
+                signals.publish(comm, peer, self.descriptor)
 
         comm.enqueue(publish)
 
@@ -301,7 +305,7 @@ class OneSidedExchange(Exchange):
     def _expect(self, peer: int, stream: Stream) -> None:
         if peer not in self._expected:
             self._expected.add(peer)
-            self.signals.expect(stream, peer, self._descriptor)
+            self.signals.expect(stream, peer, self.descriptor)
 
     def _finish(self) -> None:
         if self._epoch % REFRESH_EVERY < self._region.depth:

@@ -192,6 +192,7 @@ class DeviceTransport(OneSidedTransport):
 
     def __init__(self, device: torch.device, fault: Fault, signals: DeviceSignals, driver: DeviceDriver) -> None:
         super().__init__(device, fault, signals, driver)
+        self._simulated = driver.simulated
 
     def new_exchange(
         self,
@@ -214,7 +215,7 @@ class DeviceTransport(OneSidedTransport):
         for peer in self._peers:
             self.signals.expect(caller, peer, descriptor)
         caller.flush()
-        if self.device.type == "cpu":  # a simulated device: the collective that follows blocks the host
+        if self._simulated:  # the collective that follows blocks the host
             self.fault.check()
             require_peers(self, descriptor)
 

@@ -96,6 +96,15 @@ class Backend(ABC):
             BackendUnavailableError: the memory cannot be had or shared; on every rank alike.
         """
 
+    @property
+    def ranges(self) -> bool:
+        """Whether somebody takes NVTX ranges."""
+        if self.device.type != "cuda":
+            return False
+        from tpoverlap.memory.cuda_driver import is_profiled
+
+        return is_profiled()
+
     def driver(self) -> DeviceDriver | None:
         """The driver of the device that this backend's memory is on; None on a CPU. Made once a manager.
 

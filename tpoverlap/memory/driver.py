@@ -39,7 +39,13 @@ class HostWords(NamedTuple):
 
 
 class DeviceDriver(ABC):
-    """One device of this process."""
+    """One device of this process.
+
+    Attributes:
+        simulated: torch's own work is done by the host, when it is called.
+    """
+
+    simulated: bool = False
 
     @abstractmethod
     def create_stream(self, label: str, *, high_priority: bool) -> int:

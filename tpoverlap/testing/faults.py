@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tpoverlap.comm import Channel, Exchange, Trace, Transfer
+from tpoverlap.comm import Channel, Trace, Transfer
 from tpoverlap.comm.device_streams import DeviceStream
 from tpoverlap.comm.streams import Stream, Work
 from tpoverlap.manager import UserBufferManager
@@ -152,30 +152,25 @@ def before_gemms(
 ) -> Iterator[None]:
     """Call ``action(stream)`` on the GEMM's stream, inside the operation, before each GEMM but the first ``after``.
 
-    Covers every method that opens an exchange, so all but ``sequential``. Patches `Exchange.run` for the block.
+    Covers every method that opens an exchange, so all but ``sequential``.
     """
-    channel, original, seen = _channel(mgr), Exchange.run, 0
+    channel, seen = _channel(mgr), 0
+    outer = channel.before_gemm
 
-    def run(exchange: Exchange, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
-        if exchange._channel is not channel or what != "gemm":
-            original(exchange, stream, work, what, step)
-            return
-
-        def disturbed() -> None:
-            nonlocal seen
-            seen += 1
-            if seen > after:
-                action(stream)
-            work()
-
-        original(exchange, stream, disturbed, what, step)
+    def hook(stream: Stream) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > after:
+            action(stream)
+        if outer is not None:
+            outer(stream)
 
     if only_rank in (None, channel.rank):
-        Exchange.run = run  # type: ignore[method-assign,assignment]
+        channel.before_gemm = hook
     try:
         yield
     finally:
-        Exchange.run = original  # type: ignore[method-assign]
+        channel.before_gemm = outer
 
 
 @contextmanager

@@ -56,14 +56,18 @@ class SimulatedDriver(DeviceDriver):
         calls: name -> how often it was called; what a driver's call costs is what the code for GPUs has to save.
     """
 
+    simulated = True
+
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self._closed = threading.Event()
+        self._errors: list[BaseException] = []
+        self._raised = False
         self._streams: list[_SimulatedStream] = []
         self._keep: list[object] = []
 
     def create_stream(self, label: str, *, high_priority: bool) -> int:
-        self._streams.append(_SimulatedStream(label, self._closed))
+        self._streams.append(_SimulatedStream(label, self._closed, self._errors))
         return len(self._streams)
 
     def caller_stream(self) -> int:
@@ -135,6 +139,9 @@ class SimulatedDriver(DeviceDriver):
         self.calls[name] = self.calls.get(name, 0) + 1
 
     def _give(self, stream: int, work: Work) -> None:
+        if self._errors and not self._raised:  # a launch that fails raises at once on a GPU; here at the next call
+            self._raised = True
+            raise self._errors[0]
         if stream == CALLER:
             work()
         else:
@@ -160,10 +167,10 @@ class _SimulatedEvent:
 class _SimulatedStream:
     """A thread that does its work in order. After `close` it skips what is left."""
 
-    def __init__(self, label: str, closed: threading.Event) -> None:
+    def __init__(self, label: str, closed: threading.Event, errors: list[BaseException]) -> None:
         self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_drain, args=(self.queue, closed), name=f"tpoverlap-{label}", daemon=True
+            target=_drain, args=(self.queue, closed, errors), name=f"tpoverlap-{label}", daemon=True
         )
         self._thread.start()
 
@@ -173,11 +180,14 @@ class _SimulatedStream:
             self._thread.join(timeout=10.0)
 
 
-def _drain(work_queue: queue.SimpleQueue[Work | None], closed: threading.Event) -> None:
+def _drain(work_queue: queue.SimpleQueue[Work | None], closed: threading.Event, errors: list[BaseException]) -> None:
     torch.set_grad_enabled(False)
     while (work := work_queue.get()) is not None:
         if not closed.is_set():
-            work()
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
         del work  # it may hold tensors; do not keep them until the next one comes
 
 
