@@ -40,6 +40,7 @@ class CommOverlap:
         name: of the GEMM.
         config: its options.
         width, max_tokens, max_rows_per_rank: what it was registered with.
+        choices: the manager's memory: (T, overflow, scatter, beside) -> method, under the options ``chosen_for``.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class CommOverlap:
         self.scatter_region = scatter_region
         self.registered = registered
         self.statistics = NameStatistics(max_tokens)
+        self.choices: dict[tuple[int, bool, bool, bool], str] = {}
+        self.chosen_for = config
         self._own_shape: tuple[int, TokenPartition] | None = None
         self.scatter_staging: torch.Tensor | None = None
 
@@ -114,8 +117,12 @@ class CommOverlap:
 
     def require_capacity(self, partition: TokenPartition) -> None:
         """Raise CapacityError unless ``partition`` fits, or overflow is allowed to run sequentially."""
-        if self.manager.on_overflow == "error":
+        if not self.fits(partition) and self.manager.on_overflow == "error":
             require_capacity(partition, self.max_tokens, self.max_rows_per_rank, self.name)
+
+    def fits(self, partition: TokenPartition) -> bool:
+        """Whether ``partition`` is within what was registered."""
+        return partition.total <= self.max_tokens and partition.max_count <= self.max_rows_per_rank
 
     # -- buffer --------------------------------------------------------------------------------------------------
 

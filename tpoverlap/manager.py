@@ -18,7 +18,7 @@ from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import Decision, choose, method_for_use
 from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError
 from tpoverlap.explanation import explanation
-from tpoverlap.memory import select_backend
+from tpoverlap.memory import Backend, select_backend
 from tpoverlap.memory_report import default_max_rows, report_memory, standard_regions
 from tpoverlap.name_table import NameTable
 from tpoverlap.overlap import OperationContext, possible_labels
@@ -41,6 +41,7 @@ from tpoverlap.setup import (
 from tpoverlap.tokens import TokenPartition
 
 logger = logging.getLogger("tpoverlap")
+_CHOICES = 512
 
 
 class UserBufferManager:
@@ -65,7 +66,7 @@ class UserBufferManager:
         device: None: the current GPU if there is one, else the CPU.
         ub_cfgs: options by GEMM name (mapping or YAML file), see docs/configuration.md.
         quantization_modes: only ``None`` / "none" in this release (no FP8 yet).
-        backend: "auto", "cuda", "shared" or "process_group".
+        backend: "auto", "cuda", "shared" or "process_group"; or a `Backend` class, for tests.
         timeout_s: bound of every wait for a peer; None: the group's own time-out.
         on_overflow: "error", or "sequential" to run a T above C on the plain collectives.
         plan: a former manager's ``plan()``, to pin its choices.
@@ -84,7 +85,7 @@ class UserBufferManager:
         device: torch.device | str | int | None = None,
         ub_cfgs: ConfigSource = None,
         quantization_modes: Any = None,
-        backend: str = "auto",
+        backend: str | type[Backend] = "auto",
         timeout_s: float | None = None,
         on_overflow: str = "error",
         plan: Mapping[str, Any] | None = None,
@@ -100,7 +101,8 @@ class UserBufferManager:
             self.on_overflow = on_overflow
             self.timeout_s = resolve_timeout(timeout_s, self.group, self.device)
             require_choice("dtype", dtype, DTYPES)
-            require_choice("backend", backend, BACKENDS)
+            if not (isinstance(backend, type) and issubclass(backend, Backend)):
+                require_choice("backend", backend, BACKENDS)
             require_choice("on_overflow", on_overflow, OVERFLOW_MODES)
             require_unquantised(quantization_modes)
             self.max_rows_per_rank = parse_max_rows(max_rows_per_rank, self.capacity_shape[0], self.tp_size)
@@ -110,7 +112,7 @@ class UserBufferManager:
                 self.capacity_shape,
                 str(dtype),
                 self.device.type,
-                backend,
+                backend if isinstance(backend, str) else backend.name,
                 self.timeout_s,
                 on_overflow,
                 self.max_rows_per_rank,
@@ -133,7 +135,7 @@ class UserBufferManager:
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    def _open_channel(self, backend: str) -> None:
+    def _open_channel(self, backend: str | type[Backend]) -> None:
         choice = select_backend(backend, self.group, self.device)
         self.backend_name, self.backend_reason = choice.backend.name, choice.reason
         capacity_tokens, width = self.capacity_shape
@@ -270,7 +272,8 @@ class UserBufferManager:
             name: "qkv", "proj", "fc1", "fc2" or a registered name; an unregistered one runs without overlap.
             row: whether fprop reduce-scatters; None: as the name is configured.
         """
-        self.require_open()
+        if self._closed:
+            self.require_open()
         if row is None:
             fprop = f"{name}_fprop"
             row = fprop in self._names and self._names.get(fprop).is_reduce_scatter
@@ -296,14 +299,12 @@ class UserBufferManager:
         Raises:
             CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot do this.
         """
-        self.require_open()
+        if self._closed:
+            self.require_open()
         if self.channel is not None:
             self.channel.check()
-        overflow = self._overflows(communicator, partition)
-        decision = self._decide(communicator, partition.total, overflow=overflow)
-        chosen = method_for_use(
-            decision.method, communicator.config, name=communicator.name, scatter=scatter, beside=beside
-        )
+        overflow = not communicator.fits(partition) and self._overflows(communicator, partition)
+        chosen = self._choose(communicator, partition.total, overflow, scatter, beside)
         communicator.statistics.record(chosen, partition.total, overflow=overflow)
         if overflow and partition != self._logged_overflow:
             self._logged_overflow = partition  # one line a microbatch, not one an operation
@@ -329,6 +330,23 @@ class UserBufferManager:
             communicator.width,
             self.dtype,
         )
+
+    def _choose(self, communicator: CommOverlap, num_tokens: int, overflow: bool, scatter: bool, beside: bool) -> str:
+        """The method; remembered, for the last few hundred T of each communicator."""
+        if communicator.chosen_for is not communicator.config:
+            communicator.choices.clear()
+            communicator.chosen_for = communicator.config
+        key = (num_tokens, overflow, scatter, beside)
+        found = communicator.choices.get(key)
+        if found is None:
+            decision = self._decide(communicator, num_tokens, overflow=overflow)
+            found = method_for_use(
+                decision.method, communicator.config, name=communicator.name, scatter=scatter, beside=beside
+            )
+            if len(communicator.choices) >= _CHOICES:
+                communicator.choices.clear()
+            communicator.choices[key] = found
+        return found
 
     def _overflows(self, communicator: CommOverlap, partition: TokenPartition) -> bool:
         try:
@@ -462,8 +480,12 @@ class UserBufferManager:
         if self._closed:
             raise NotInitializedError("this manager was closed; create a new one")
 
-    def require_input(self, x: torch.Tensor, what: str) -> None:
+    def require_input(self, x: torch.Tensor, what: str, name: str | None = None) -> None:
         """Raise ActiveShapeError unless ``x`` is 2-D and on this manager's device, in its dtype."""
+        if isinstance(x, torch.Tensor) and x.ndim == 2 and x.dtype == self.dtype and x.device == self.device:
+            return
+        if name is not None:
+            what = f"{name}: {what}"
         if not isinstance(x, torch.Tensor):
             raise ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
         if x.dim() != 2:
@@ -472,5 +494,4 @@ class UserBufferManager:
             )
         if x.dtype != self.dtype:
             raise ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {self.dtype}; cast it")
-        if x.device != self.device:
-            raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")
+        raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")
