@@ -14,6 +14,7 @@ SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "train": "tpoverlap.tools.train.command:train",
         "doctor": "tpoverlap.tools.doctor.command:doctor",
         "config": "tpoverlap.tools.config.command:config",
+        "predict": "tpoverlap.tools.predict.command:predict",
     }
 )
 
