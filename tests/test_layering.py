@@ -35,7 +35,17 @@ ALLOWED: dict[str, set[str]] = {
 }
 # The manager's layer is several modules of the package's top level: names, communicators, shape, reports.
 PART_OF = dict.fromkeys(
-    ("active_shape", "communicator", "explanation", "memory_report", "name_table", "plan", "setup", "statistics"),
+    (
+        "active_shape",
+        "communicator",
+        "explanation",
+        "memory_report",
+        "method_tables",
+        "name_table",
+        "plan",
+        "setup",
+        "statistics",
+    ),
     "manager",
 )
 LIBRARY = set(ALLOWED)
@@ -45,7 +55,7 @@ ALLOWED |= {
     "__init__": LIBRARY,
     "__main__": {"tools"},
 }
-READS_ENVIRONMENT = ("memory/cuda", "testing/", "tools/")
+READS_ENVIRONMENT = ("memory/cuda", "tuning/cache", "testing/", "tools/")
 MAX_LINES, MEDIAN_LINES = 500, 150
 
 

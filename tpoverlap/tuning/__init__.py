@@ -7,12 +7,16 @@
 ``buckets``               where a bucket of T ends
 ``by_tokens``             the method of one operation for every T: a look-up
 ``heuristic``             such a table from the cost model
+``evidence``              which source knows a shape: configuration, cache, cost model
+``cache``                 measurements on disk, one file a machine
 ========================  ====================================================================================
 """
 
 from tpoverlap.tuning.buckets import bucket_bounds, columns_of, samples
 from tpoverlap.tuning.by_tokens import ByTokens, Row, merged
+from tpoverlap.tuning.cache import cache_file, cache_folder, read_entries, write_entries
 from tpoverlap.tuning.device import DeviceModel, known_devices, load_device, recognise
+from tpoverlap.tuning.evidence import Evidence, entry_key
 from tpoverlap.tuning.gemm_time import gemm_time_us
 from tpoverlap.tuning.heuristic import basis_of, best_in_bucket, break_even, candidates_within, estimated_table
 from tpoverlap.tuning.model import Candidate, Estimate, candidates, collective_us, estimate, transfer_us
@@ -23,6 +27,7 @@ __all__ = [
     "Candidate",
     "DeviceModel",
     "Estimate",
+    "Evidence",
     "Kind",
     "Problem",
     "Row",
@@ -30,17 +35,22 @@ __all__ = [
     "best_in_bucket",
     "break_even",
     "bucket_bounds",
+    "cache_file",
+    "cache_folder",
     "candidates",
     "candidates_within",
     "collective_us",
     "columns_of",
+    "entry_key",
     "estimate",
     "estimated_table",
     "gemm_time_us",
     "known_devices",
     "load_device",
     "merged",
+    "read_entries",
     "recognise",
     "samples",
     "transfer_us",
+    "write_entries",
 ]

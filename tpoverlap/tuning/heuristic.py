@@ -59,7 +59,8 @@ def estimated_table(
     for high in bucket_bounds(columns_of(problem), device.multiprocessors, max_tokens):
         choice = candidates_within(problem.at(high), legal, fixed)
         candidate, time_us, sequential_us = best_in_bucket(device, problem, low, high, choice)
-        rows.append(Row(high, candidate, time_us, sequential_us))
+        overlap_us = min((estimate(device, problem.at(high), one).time_us for one in choice[1:]), default=None)
+        rows.append(Row(high, candidate, time_us, sequential_us, overlap_us))
         low = high
     return ByTokens(merged(rows), "cost model", basis_of(device, problem.tp_size))
 
