@@ -15,6 +15,7 @@ SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "bench": "tpoverlap.tools.bench.command:bench",
         "doctor": "tpoverlap.tools.doctor.command:doctor",
         "config": "tpoverlap.tools.config.command:config",
+        "predict": "tpoverlap.tools.predict.command:predict",
     }
 )
 
