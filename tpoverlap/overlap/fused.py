@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -37,13 +37,15 @@ from tpoverlap.comm.streams import Stream
 from tpoverlap.errors import BackendUnavailableError, PeerTimeoutError
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton import PieceRows, RowBlock, require_kernels
-from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Received
+from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Launch, Received
 from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.fused_form import choose_form
 from tpoverlap.tokens import TokenPartition
 
 ReadGathered = Callable[[torch.Tensor], None]
 
+__all__ = ["all_gather", "choose_form", "reduce_scatter"]
 _MIB: Final = 1 << 20
 _GATHER_PIECES: Final = ((4 * _MIB, 1), (16 * _MIB, 2), (None, 4))
 """(chunk smaller than, pieces): a piece costs a copy and a flag; own rows hide all but the first ones anyway."""
@@ -96,6 +98,14 @@ def all_gather(
         caller = exchange.caller
         whole = exchange.view(0, (partition.total, width))
         needs_own_copy = read_gathered is not None or exchange.hands_out_slot
+        blocks = _gather_blocks(partition, width, context.rank, piece_rows)
+        own_block = RowBlock(own.start, own.stop)
+        arrivals = exchange.arrivals
+        gate = Gate(arrivals.address, arrivals.epoch)
+        launches = [  # prepared before the first wait: a binary that is loaded may have to wait for the device
+            kernels.launcher.gathered_rows(x_shard_t, own_block, whole, blocks, matrix, bias, out, gate)
+            for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True)
+        ]
         for step in exchange.steps:
             exchange.send(step, x_shard_t, own.start)
         if needs_own_copy:
@@ -103,14 +113,7 @@ def all_gather(
         if kernels.launcher.interpreted and not context.config.use_ce:
             caller.wait(exchange.sent())  # interpreted kernels of one process run one at a time
         exchange.wait_entered(caller)
-        blocks = _gather_blocks(partition, width, context.rank, piece_rows)
-        own_block = RowBlock(own.start, own.stop)
-        arrivals = exchange.arrivals
-        gate = Gate(arrivals.address, arrivals.epoch)
-        for number, (matrix, bias, out) in enumerate(zip(gemm.matrices, gemm.biases, gemm.outs, strict=True)):
-            launch = partial(
-                kernels.launcher.gathered_rows, x_shard_t, own_block, whole, blocks, matrix, bias, out, gate
-            )
+        for number, launch in enumerate(launches):
             exchange.run(caller, launch, "gemm", number)
         if read_gathered is not None or not gemm.matrices:
             for step in exchange.steps:
@@ -136,9 +139,11 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         blocks = _scatter_blocks(partition, context.width, context.rank, piece_rows)
         counters, targets = kernels.counters.next(launcher.tiles_per_word(gemm, blocks))
         last_words = {step.sends[-1].destination: _counter(step.sends[-1]) for step in exchange.steps if step.sends}
+        own_rows = _own_rows(launcher, exchange, gemm, out, own)
         allocated = caller.record()  # before the kernel: sends follow its counters, not its end
         if blocks:
-            exchange.run(caller, lambda: launcher.partial_rows(gemm, blocks, staging, counters), "gemm", 1)
+            # Both launches are prepared by now: nothing is compiled or loaded between them, while streams wait.
+            exchange.run(caller, launcher.partial_rows(gemm, blocks, staging, counters), "gemm", 1)
 
         def until_computed(stream: Stream, transfer: Transfer) -> None:
             word = _counter(transfer)
@@ -151,29 +156,24 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         if launcher.interpreted and not context.config.use_ce:
             caller.wait(exchange.sent())
         exchange.wait_computed(caller)
-        count = own.stop - own.start
-        if count:
-            received = exchange.view(0, (exchange.tp_size - 1, count, context.width))
-            arrivals = exchange.arrivals
-            # Every source cuts the rows alike, so the pieces of one stand for all.
-            pieces = tuple(PieceRows(t.piece, t.row_start, t.row_stop) for t in exchange.steps[0].receives)
-            exchange.run(
-                caller,
-                lambda: launcher.own_rows(
-                    gemm,
-                    RowBlock(own.start, own.stop, pieces),
-                    out,
-                    Received(
-                        received.data_ptr(),
-                        exchange.rank,
-                        exchange.tp_size,
-                        Gate(arrivals.address, arrivals.epoch),
-                        MAX_PIECES,
-                    ),
-                ),
-                "gemm",
-                0,
-            )
+        if own_rows is not None:
+            exchange.run(caller, own_rows, "gemm", 0)
+
+
+def _own_rows(
+    launcher: GemmLauncher, exchange: OneSidedExchange, gemm: PartialGemm, out: torch.Tensor, own: slice
+) -> Launch | None:
+    """The second kernel: own rows and what the peers send of them; None without own rows."""
+    count = own.stop - own.start
+    if count == 0:
+        return None
+    received = exchange.view(0, (exchange.tp_size - 1, count, gemm.width))
+    arrivals = exchange.arrivals
+    # Every source cuts the rows alike, so the pieces of one stand for all.
+    pieces = tuple(PieceRows(t.piece, t.row_start, t.row_stop) for t in exchange.steps[0].receives)
+    gate = Gate(arrivals.address, arrivals.epoch)
+    blocks = Received(received.data_ptr(), exchange.rank, exchange.tp_size, gate, MAX_PIECES)
+    return launcher.own_rows(gemm, RowBlock(own.start, own.stop, pieces), out, blocks)
 
 
 def _kernels(context: OperationContext) -> _Kernels:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,8 @@ from tpoverlap.gemm.triton.tile_plan import RowBlock, TilePlan
 from tpoverlap.gemm.triton.tiles import INTERPRETED, TileShape, choose_tile
 
 MAX_TERMS: Final = 3
+Launch = Callable[[], None]
+"""A prepared launch: goes to the current stream, which must be the one it was prepared on."""
 _MAX_TABLES: Final = 256
 _MAX_PREPARED: Final = 1024
 _INTERPRETED_PROGRAMS: Final = 3
@@ -99,6 +102,7 @@ class GemmLauncher:
         return bool(self._error[0])
 
     # -- what the methods launch -----------------------------------------------------------------------------------
+    # A launch is prepared (which compiles and loads its binary) before the operation waits for anybody, then launched.
 
     def gathered_rows(
         self,
@@ -110,7 +114,7 @@ class GemmLauncher:
         bias: torch.Tensor | None,
         out: torch.Tensor,
         gate: Gate,
-    ) -> None:
+    ) -> Launch:
         """``out = gathered @ matrix (+ bias)``: own rows at once, then ``blocks`` in order, as their words arrive.
 
         Args:
@@ -128,11 +132,11 @@ class GemmLauncher:
             return self._prepare(tile, *plans, operands, out, own=own, own_shift=own_block.start, bias=bias, gate=gate)
 
         key = (own_block, blocks, gate.address, *_places(own, gathered, matrix, bias, out))
-        self._prepared_for(key, prepare).launch(gate.epoch, None)
+        return partial(self._prepared_for(key, prepare).launch, gate.epoch, None)
 
     def partial_rows(
         self, gemm: PartialGemm, blocks: tuple[RowBlock, ...], out: torch.Tensor, counters: torch.Tensor
-    ) -> None:
+    ) -> Launch:
         """``blocks`` of this rank's partial sum into ``out`` [T, N]; each tile bumps the ``counters`` of its words."""
 
         def prepare() -> Prepared:
@@ -142,7 +146,7 @@ class GemmLauncher:
             return self._prepare(tile, _NO_ROWS, plan, operands, out, addend=gemm.addend, counters=counters)
 
         key = ("partial", blocks, *_places(*gemm.lefts, *gemm.matrices, gemm.addend, out))
-        self._prepared_for(key, prepare).launch(0, counters)
+        return partial(self._prepared_for(key, prepare).launch, 0, counters)
 
     def tiles_per_word(self, gemm: PartialGemm, blocks: tuple[RowBlock, ...]) -> dict[int, int]:
         """How often `partial_rows` bumps each word."""
@@ -153,7 +157,7 @@ class GemmLauncher:
         """The tile of `partial_rows`."""
         return self.tile_for(tuple(block.stop - block.start for block in blocks), gemm.width, gemm.dtype)
 
-    def own_rows(self, gemm: PartialGemm, block: RowBlock, out: torch.Tensor, received: Received) -> None:
+    def own_rows(self, gemm: PartialGemm, block: RowBlock, out: torch.Tensor, received: Received) -> Launch:
         """``out`` [T_r, N] = rows of ``block``, bias, and what was received, added in rank order and rounded once.
 
         Words of ``block``, if it has some, are those of its pieces in every source's part of ``received.gate``.
@@ -183,7 +187,8 @@ class GemmLauncher:
             gate_address,
             *_places(*gemm.lefts, *gemm.matrices, gemm.addend, gemm.bias, out),
         )
-        self._prepared_for(key, prepare).launch(0 if received.gate is None else received.gate.epoch, None)
+        epoch = 0 if received.gate is None else received.gate.epoch
+        return partial(self._prepared_for(key, prepare).launch, epoch, None)
 
     def tile_for(
         self, block_rows: tuple[int, ...], columns: int, dtype: torch.dtype, *, two_sums: bool = False
