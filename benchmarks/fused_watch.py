@@ -42,8 +42,8 @@ class StallWatch:
         threading.Thread(target=self._run, daemon=True).start()
 
     def look_at(self, manager: UserBufferManager) -> None:
-        """Its words are written down if there is a stall."""
-        self._managers.append(manager)
+        """Its words, and no other manager's, are written down if there is a stall."""
+        self._managers = [manager]
 
     def beat(self, what: str) -> None:
         """Everything before ``what`` is done."""
