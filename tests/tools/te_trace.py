@@ -51,7 +51,7 @@ class Writer:
 
 
 def te_layer() -> Event:
-    """qkv_fprop by ring_exchange (hidden but for 20 us), proj_fprop by pipeline (100 us stick out), and stray kernels."""
+    """qkv_fprop by ring_exchange (all but 20 us hidden), proj_fprop by pipeline (90 us stick out), stray kernels."""
     w = Writer()
     w.range("aten::nothing", 0, 5, "cpu_op")
     # qkv: two GEMM chunks; the copy of the second chunk by the copy engine, its flag by a small kernel

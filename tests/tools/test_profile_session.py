@@ -14,6 +14,7 @@ import torch.distributed as dist
 import tpoverlap as tpo
 from tpoverlap.comm import Transfer
 from tpoverlap.testing.faults import before_transfers
+from tpoverlap.testing.simulated import SimulatedBackend
 from tpoverlap.tools.profile.model import PHASES
 
 SIZES = (64, 32)
@@ -30,8 +31,8 @@ METHODS = {
 }
 
 
-def manager() -> tpo.UserBufferManager:
-    return tpo.UserBufferManager(dist.group.WORLD, SIZES, torch.float32, "cpu", ub_cfgs=CONFIG)
+def manager(backend: Any = "auto") -> tpo.UserBufferManager:
+    return tpo.UserBufferManager(dist.group.WORLD, SIZES, torch.float32, "cpu", ub_cfgs=CONFIG, backend=backend)
 
 
 class Net(torch.nn.Module):
@@ -48,8 +49,10 @@ class Net(torch.nn.Module):
             self.fc1(self.proj(self.qkv(x)[:, :features])).sum().backward()
 
 
-def profiled_steps(rank: int, world_size: int, directory: str) -> tuple[dict[str, Any] | None, int]:
-    with manager() as mgr:
+def profiled_steps(
+    rank: int, world_size: int, directory: str, backend: Any = "auto"
+) -> tuple[dict[str, Any] | None, int]:
+    with manager(backend) as mgr:
         net = Net(mgr)
         net.step(mgr, 9)
         with tpo.profile(directory) as result:  # the only open manager: found without being named
@@ -60,9 +63,10 @@ def profiled_steps(rank: int, world_size: int, directory: str) -> tuple[dict[str
         return (result.report.as_dict() if result.report else None), len(result.spans)
 
 
-def test_a_training_step_is_attributed_to_its_gemms(rank_pool: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["shared", "process_group", SimulatedBackend], ids=str)
+def test_a_training_step_is_attributed_to_its_gemms(backend: Any, rank_pool: Any, tmp_path: Path) -> None:
     directory = tmp_path / "new" / "out"
-    (report, num_spans), (other, fewer_spans) = rank_pool(2).run(profiled_steps, str(directory), timeout_s=60)
+    (report, num_spans), (other, fewer_spans) = rank_pool(2).run(profiled_steps, str(directory), backend, timeout_s=60)
     assert other is None and report is not None and num_spans == 2 * fewer_spans > 0
     assert sorted(path.name for path in directory.iterdir()) == [
         "report.json",

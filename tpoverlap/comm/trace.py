@@ -96,7 +96,7 @@ class Trace:
             if torch.cuda.is_current_stream_capturing():
                 return  # a graph's events have no time of their own
             event = torch.cuda.Event(enable_timing=True)
-            event.record(getattr(stream, "stream", None))
+            event.record()
             with self._lock:
                 self._events.append((event, stream.label, what, step, call, peer))
         else:

@@ -36,9 +36,10 @@ def _announced(context: OperationContext, direction: str) -> Iterator[FinishWork
 
 
 def _mark(channel: Channel, what: str) -> None:
-    if channel.trace is not None:
+    trace = channel.trace
+    if trace is not None:
         stream = channel.caller_stream()
-        channel.trace.mark(stream, what)
+        stream.run(lambda: trace.mark(stream, what))
 
 
 def gather(context: OperationContext, x_shard_t: torch.Tensor) -> torch.Tensor:
