@@ -4,6 +4,7 @@ from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.collectives import all_gather_rows, reduce_scatter_rows
 from tpoverlap.comm.copier import Copier, EngineCopier
 from tpoverlap.comm.exchange import ArrivalWords, Exchange, OneSidedExchange
+from tpoverlap.comm.meter import Meter
 from tpoverlap.comm.reduce import sum_in_rank_order
 from tpoverlap.comm.schedule import (
     Step,
@@ -23,6 +24,7 @@ __all__ = [
     "EngineCopier",
     "Exchange",
     "Mark",
+    "Meter",
     "OneSidedExchange",
     "Step",
     "Trace",

@@ -24,6 +24,7 @@ from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
 from tpoverlap.comm.exchange import Exchange
 from tpoverlap.comm.fault import Fault
 from tpoverlap.comm.liveness import ProcessIdentity
+from tpoverlap.comm.meter import Meter
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.streams import Event, Stream
@@ -71,6 +72,7 @@ class Channel:
         self.timeout_s = timeout_s
         self.fault = Fault()
         self.trace: Trace | None = None
+        self.meter: Meter | None = None
         self.before_copy: Callable[[Transfer], None] | None = None
         """Test hook: called on the comm stream before each transfer (``testing.faults`` delays it)."""
         self.before_gemm: Callable[[Stream], None] | None = None

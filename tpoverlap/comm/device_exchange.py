@@ -163,14 +163,14 @@ class DeviceExchange(OneSidedExchange):
         if step.peer >= 0 and step.peer not in self._expected:
             self._expect(step.peer, stream)
         arrival_in = self._slot.arrival_in
-        traced = self._channel.trace is not None
+        marked = self._is_marked
         for transfer in step.receives:
-            if traced:
+            if marked:
                 self._mark(stream, "wait", transfer.step, transfer.source)
             if transfer.source not in self._expected:
                 self._expect(transfer.source, stream)
             stream.wait32(arrival_in[transfer.source] + 4 * transfer.piece, self._epoch)
-            if traced:
+            if marked:
                 self._mark(stream, "arrived", transfer.step, transfer.source)
         stream.flush()
 
@@ -197,9 +197,8 @@ class DeviceExchange(OneSidedExchange):
             super().run(stream, work, what, step)
 
     def _mark(self, stream: Stream, what: str, step: int, peer: int = -1) -> None:
-        trace, call = self._channel.trace, self._call
-        if trace is not None:
-            stream.run(lambda: trace.mark(stream, what, step, peer, call))
+        if self._is_marked:
+            stream.run(lambda: self._note(stream, what, step, peer))
 
     def _finish(self) -> None:
         comm, caller = self._comm, self.caller

@@ -17,6 +17,7 @@ import torch
 
 from tpoverlap.comm.copier import ENGINE, Copier
 from tpoverlap.comm.descriptor import Descriptor
+from tpoverlap.comm.meter import MeteredOperation
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.signals import Signals, SlotRef
@@ -90,6 +91,12 @@ class Exchange(ABC):
         self.descriptor = descriptor
         self._comm = channel.comm_stream
         self._call = None if channel.trace is None else channel.trace.current()
+        self._metered: MeteredOperation | None = None
+        if channel.meter is not None and channel.trace is None:
+            self._metered = channel.meter.of(descriptor)
+            if self._metered is not None:
+                self._metered.mark("begin", -1)
+        self._is_marked = channel.trace is not None or self._metered is not None
 
     # -- what methods call ---------------------------------------------------------------------------------------
 
@@ -170,6 +177,8 @@ class Exchange(ABC):
         try:
             if error is None:
                 self._finish_or_fail()
+                if self._metered is not None:
+                    self._metered.mark("end", -1)
                 self._channel.completed(self.descriptor, self.finished)
             else:
                 self._fail(error)
@@ -184,6 +193,8 @@ class Exchange(ABC):
             raise
 
     def _fail(self, error: BaseException) -> None:
+        if self._metered is not None:
+            self._metered.failed = True
         self._channel.fail(error, self.descriptor)
 
     # -- what a transport implements -----------------------------------------------------------------------------
@@ -203,7 +214,14 @@ class Exchange(ABC):
         """Join the comm stream, after which the caller may do what it likes with its tensors; give credits."""
 
     def _mark(self, stream: Stream, what: str, step: int, peer: int = -1) -> None:
-        if self._channel.trace is not None:
+        if self._is_marked:
+            self._note(stream, what, step, peer)
+
+    def _note(self, stream: Stream, what: str, step: int, peer: int) -> None:
+        """`_mark` inside work of ``stream``."""
+        if self._metered is not None:
+            self._metered.mark(what, peer)
+        elif self._channel.trace is not None:
             self._channel.trace.mark(stream, what, step, peer, self._call)
 
     def _describe(self, transfer: Transfer) -> str:
