@@ -10,7 +10,7 @@ import torch
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.device_exchange import DeviceExchange
 from tpoverlap.comm.device_signals import DeviceSignals
-from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream
+from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, device_stream
 from tpoverlap.comm.diagnosis import Diagnosis
 from tpoverlap.comm.exchange import Exchange, OneSidedExchange
 from tpoverlap.comm.fault import Fault
@@ -210,19 +210,19 @@ class DeviceTransport(OneSidedTransport):
         return exchange
 
     def meet(self, descriptor: Descriptor, caller: Stream) -> None:
-        assert isinstance(caller, DeviceStream), f"a device's transport on {caller!r}"
-        self.signals.publish_all(caller, descriptor)
+        stream = device_stream(caller)
+        self.signals.publish_all(stream, descriptor)
         for peer in self._peers:
-            self.signals.expect(caller, peer, descriptor)
-        caller.flush()
+            self.signals.expect_on(stream, peer, descriptor)
+        stream.flush()
         if self._simulated:  # the collective that follows blocks the host
             self.fault.check()
             require_peers(self, descriptor)
 
     def finished(self, caller: Stream) -> Event | None:
-        assert isinstance(caller, DeviceStream), f"a device's transport on {caller!r}"
-        event = self.signals.mark_done(caller)
-        caller.flush()
+        stream = device_stream(caller)
+        event = self.signals.mark_done(stream)
+        stream.flush()
         return event
 
 

@@ -88,14 +88,9 @@ class OperationContext(NamedTuple):
             exchange.copier = copier
         return exchange
 
-    @property
-    def has_range(self) -> bool:
-        """Whether a profiler listens: making a range that nobody reads costs as much as a launch."""
-        return self.channel is not None and self.channel.ranges
-
     def nvtx_range(self, direction: str) -> AbstractContextManager[object]:
         """A profiler range that is named by GEMM, direction, method and T, where somebody listens."""
-        if not self.has_range:
+        if self.channel is None or not self.channel.ranges:  # a range that nobody reads costs as much as a launch
             return nullcontext()
         return torch.cuda.nvtx.range(f"{self.label(direction)} T={self.partition.total}")
 
