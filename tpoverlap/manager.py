@@ -344,6 +344,7 @@ class UserBufferManager:
             partition,
             communicator.width,
             self.dtype,
+            overflow or not communicator.registered,
         )
 
     def _choose(self, communicator: CommOverlap, use: OperationUse) -> tuple[str, OverlapConfig]:

@@ -34,6 +34,8 @@ class OperationContext(NamedTuple):
         name: GEMM name, for labels, traces and errors.
         region: "ag", "rs" or the name's own region.
         width: H, columns of the communicated activation.
+        plain: no registered buffer takes it (T above the capacity, or a name without one): sequential, on the group's
+            own collectives.
     """
 
     channel: Channel | None
@@ -46,6 +48,12 @@ class OperationContext(NamedTuple):
     partition: TokenPartition
     width: int
     dtype: torch.dtype
+    plain: bool = False
+
+    @property
+    def uses_buffers(self) -> bool:
+        """Whether ``sequential`` goes through the registered buffers, too."""
+        return not self.plain and self.channel is not None and self.channel.backend.one_sided
 
     @property
     def own_rows(self) -> slice:
