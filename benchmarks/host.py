@@ -22,7 +22,7 @@ def host_time(rank: int, world_size: int, device_type: str, repeats: int) -> dic
 
     ``ag_new_us``, ``ag_same_us``: an all-gather by ring at a new T (setting it included), and the same again;
     ``rs_same_us``: a reduce-scatter by ring. ``seq_..``: the sequential twins, NCCL's calls included.
-    ``ag_grad_us``: with gradients wanted. ``mm_new_us``, ``mm_same_us``: torch.mm alone, which pays for a new shape, too.
+    ``ag_grad_us``: with gradients wanted. ``mm_new_us``, ``mm_same_us``: torch.mm alone, which pays for new shapes too.
     """
     device = _device(rank, device_type)
     capacity, width = 4096, 512
