@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class OperationContext(NamedTuple):
+@dataclass(slots=True, eq=False)  # not frozen: one is made an operation, and that takes several times as long
+class OperationContext:
     """One operation: where it communicates, by which method, over which partition.
 
     Attributes:
