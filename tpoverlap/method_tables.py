@@ -50,6 +50,7 @@ class MethodTables:
         """``evidence``: a pinned plan's; None: `agree` looks for it, if it is called."""
         self.evidence = evidence or Evidence()
         self._is_pinned = evidence is not None
+        self._has_kernels = False  # fused needs symmetric memory
         self._config = config
         self._planned = planned
         self._tp_size = tp_size
@@ -58,6 +59,7 @@ class MethodTables:
 
     def agree(self, group: ProcessGroup, device: torch.device, backend: str, tuning_cache: CacheSource) -> None:
         """Look for evidence, unless a plan brought its own. Collective."""
+        self._has_kernels = backend == "cuda"
         if not self._is_pinned:
             section = self._config.extras.get(BY_TOKENS) or {}
             self.evidence = agree_on_evidence(group, device, backend, section, tuning_cache)
@@ -177,6 +179,8 @@ class MethodTables:
             self._itemsize_bytes,
         )
         legal = ("bulk",) if beside else legal_methods(communicator.name, scatter)
+        if not self._has_kernels:
+            legal = tuple(method for method in legal if method != "fused")
         written = self._config.explicit.get(communicator.name, {})
         fixed = {key: value for key, value in written.items() if key not in ("method", "is_reduce_scatter")}
         table = self.evidence.table(communicator.name, problem, communicator.max_tokens, legal, fixed)
