@@ -18,12 +18,14 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import cuda_faults, host, methods
+from benchmarks import cuda_faults, host, nccl_order, new_shape
 from benchmarks.environment import environment
 from tpoverlap.testing import RankPool, conformance, run_ranks
 from tpoverlap.testing.conformance.gemms import check_bulk
+from tpoverlap.tools.bench.job import BenchJob
+from tpoverlap.tools.bench.tables import gemm_table
+from tpoverlap.tools.bench.worker import spawn
 
 console = Console(width=110)
 Row = dict[str, Any]
@@ -31,11 +33,12 @@ NUMBERS = (
     (2, torch.bfloat16, 1),
     (2, torch.float16, 2),
     (2, torch.float32, 2),
-    (4, torch.bfloat16, 4),
-    (8, torch.bfloat16, 9),
+    (4, torch.bfloat16, 1),
+    (8, torch.bfloat16, 1),
 )
-"""Group size, dtype, and which part of the cases: shared GPUs are slow, and few cases are about the dtype."""
+"""Group size, dtype, and which part of the cases: few are about the dtype."""
 QUICK_NUMBERS = ((2, torch.bfloat16, 5), (4, torch.bfloat16, 10))
+PARTS = ("numbers", "messages", "doctor", "queues", "order", "train", "costs", "times")
 RING_BOUND = 0.93
 """A ring at 8192^3 on two GPUs must take at most this part of sequential."""
 
@@ -76,14 +79,14 @@ class Report:
         return [row["check"] for row in self.rows if row["status"] != "ok"]
 
 
-def _setting(dtype: torch.dtype) -> conformance.Setting:
-    return conformance.Setting(device="cuda", dtype=dtype, capacity=520, hidden=256, features=192)
+def _setting(dtype: torch.dtype, backend: str = "auto") -> conformance.Setting:
+    return conformance.Setting(device="cuda", dtype=dtype, backend=backend, capacity=520, hidden=256, features=192)
 
 
-def _numbers(report: Report, world_size: int, dtype: torch.dtype, every: int) -> None:
+def _numbers(report: Report, world_size: int, dtype: torch.dtype, every: int, backend: str = "auto") -> None:
     """CONFORMANCE.md's cases, as the CPU tests run them; each ``every``-th of them."""
-    cases = conformance.all_cases(_setting(dtype), world_size)
-    label = f"R={world_size} {str(dtype).removeprefix('torch.')}"
+    cases = conformance.all_cases(_setting(dtype, backend), world_size)
+    label = f"R={world_size} {str(dtype).removeprefix('torch.')}" + ("" if backend == "auto" else f" {backend}")
     with RankPool(world_size, device="cuda") as pool:
         for case in cases[::every]:
             report.check(f"{label} {case.id}", lambda case=case: pool.run(case.check, *case.args, timeout_s=120)[0])
@@ -105,6 +108,19 @@ def _queues(report: Report, quick: bool) -> None:
                 f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: peer: {scenario}",
                 lambda env=env, scenario=scenario, error=error: _fault(scenario, error, env),
             )
+
+
+def _order(report: Report, quick: bool) -> None:
+    """NCCL kernels of another library in opposite order on the ranks; once without them, for the price."""
+    for queues in ("1",) if quick else (None, "1", "8"):
+        with RankPool(2, device="cuda", env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}) as pool:
+            for label in nccl_order.operations():
+                for other in (True,) if quick else (True, False):
+                    beside = "beside NCCL in opposite order" if other else "alone"
+                    report.check(
+                        f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: {label} {beside}",
+                        lambda args=(label, other): pool.run(nccl_order.opposite_order, *args, timeout_s=60),
+                    )
 
 
 def _fault(scenario: str, error: str, env: dict[str, str | None]) -> Any:
@@ -132,8 +148,24 @@ def _train(report: Report, out: Path, tp_size: int, steps: int) -> None:
     file.unlink(missing_ok=True)
 
 
+def _doctor(report: Report) -> None:
+    """`tpoverlap doctor` finds something that works here."""
+
+    def run() -> Any:
+        command = [sys.executable, "-m", "tpoverlap", "doctor", "--json", "-"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        if done.returncode:
+            raise RuntimeError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-2500:]}")
+        return json.loads(done.stdout)
+
+    report.check("doctor", run)
+
+
 def _costs(report: Report, quick: bool) -> None:
     report.check("host time", lambda: run_ranks(host.host_time, 2, "cuda", 60, device="cuda", timeout_s=120))
+    report.check(
+        "host time of torch.mm", lambda: run_ranks(new_shape.mm_host_time, 2, "cuda", 100, device="cuda", timeout_s=120)
+    )
 
     def growth() -> Any:
         rows = run_ranks(host.thousand_shapes, 2, "cuda", 200 if quick else 1000, device="cuda", timeout_s=240)
@@ -146,52 +178,51 @@ def _costs(report: Report, quick: bool) -> None:
 
 
 def _times(report: Report, quick: bool) -> list[Row]:
-    shapes = [(8192, 8192, 8192)]
+    """A few rows of ``tpoverlap bench --suite gemm``; the whole of it is that command's business."""
+    shapes: tuple[tuple[int, int, int], ...] = ((8192, 8192, 8192),)
     if not quick:
-        shapes += [(4096, 8192, 4096), (8192, 4096, 8192), (1024, 8192, 4096)]
-    rows = []
-    with RankPool(2, device="cuda") as pool:
-        for direction in ("ag", "rs"):
-            for tokens, in_features, out_features in shapes:
-                row = report.check(
-                    f"time {direction} {tokens} x {in_features} x {out_features}",
-                    lambda d=direction, t=tokens, k=in_features, n=out_features: pool.run(
-                        methods.measure_shape, d, t, k, n, 11, timeout_s=180
-                    )[0],
-                )
-                if row is not None:
-                    rows.append(row)
-    if not rows:
+        shapes += ((4096, 8192, 4096), (8192, 4096, 8192), (1024, 8192, 4096))
+    job = BenchJob(
+        suites=("gemm",),
+        device_type="cuda",
+        num_gpus=torch.cuda.device_count(),
+        tp_size=2,
+        ranks_per_host=2,
+        shapes=shapes,
+    )
+    bench = report.check("times of methods", lambda: spawn(job, environment()).as_dict())
+    rows: list[Row] = bench["rows"] if bench is not None else []
+    if not any(row["measured"] for row in rows):
         raise click.ClickException("nothing was measured")
     for row in rows:
-        if (row["tokens"], row["in_features"], row["out_features"]) == (8192, 8192, 8192):
-            times = row["time_ms"]
-            report.check(f"ring {row['direction']} at 8192^3 <= {RING_BOUND} of sequential", lambda t=times: _bound(t))
+        report.check(f"{row['label']}: right numbers, no error", lambda row=row: _right(row))
+        if (row["num_tokens"], row["in_features"], row["out_features"]) == shapes[0]:
+            report.check(
+                f"ring {row['direction']} at 8192^3 <= {RING_BOUND} of sequential",
+                lambda methods=row["methods"]: _bound(methods),
+            )
     return rows
 
 
-def _bound(times: dict[str, float]) -> float:
-    ratio = times["ring_exchange"] / times["sequential"]
+def _right(row: Row) -> dict[str, float]:
+    if row["problems"]:
+        raise AssertionError("; ".join(row["problems"]))
+    return {label: one["relative_error"] for label, one in row["methods"].items()}
+
+
+def _bound(methods: Row) -> float:
+    ratio = float(methods["ring_exchange"]["of_sequential"]["eager"])
     if ratio > RING_BOUND:
-        raise AssertionError(f"ring takes {ratio:.3f} of sequential: {times}")
+        raise AssertionError(f"ring takes {ratio:.3f} of plain sequential")
     return ratio
-
-
-def _print_times(rows: list[Row]) -> None:
-    table = Table("direction", "T x K x N", "method", "ms", "of sequential")
-    for row in rows:
-        for label, value in row["time_ms"].items():
-            shape = f"{row['tokens']} x {row['in_features']} x {row['out_features']}"
-            ratio = value / row["time_ms"]["sequential"]
-            table.add_row(row["direction"], shape, label, f"{value:.3f}", f"{ratio:.3f}")
-    console.print(table)
 
 
 @click.command()
 @click.option("--quick", is_flag=True, help="fewer dtypes, group sizes and repeats")
-@click.option("--only", type=click.Choice(["numbers", "queues", "train", "costs", "times"]), multiple=True)
+@click.option("--only", type=click.Choice(PARTS), multiple=True)
+@click.option("--ranks", type=int, multiple=True, help="with numbers: these group sizes only")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="JSON file; default benchmarks/results/")
-def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
+def main(quick: bool, only: tuple[str, ...], ranks: tuple[int, ...], out: Path | None) -> None:
     """Check everything that needs GPUs, then measure it."""
     if not torch.cuda.is_available():
         raise click.ClickException("no CUDA device: this script is for GPU hosts; `make test` checks the CPU")
@@ -199,14 +230,25 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
     num_gpus = torch.cuda.device_count()
     gpu = where["gpus"][0].replace(" ", "-")
     out = out or Path("benchmarks/results") / f"gpu_check_{where['date'][:10]}_{num_gpus}x{gpu}.json"
-    parts = only or ("numbers", "queues", "train", "costs", "times")
+    parts = only or PARTS
     where["ranks_share_gpus"] = num_gpus < 2
     report = Report(out, where)
     if "numbers" in parts:
         for world_size, dtype, every in QUICK_NUMBERS if quick else NUMBERS:
-            _numbers(report, world_size, dtype, every)
+            if not ranks or world_size in ranks:
+                _numbers(report, world_size, dtype, every)
+    if "messages" in parts and num_gpus >= 2:  # NCCL refuses two ranks on one GPU
+        _numbers(report, 2, torch.bfloat16, 5 if quick else 1, "process_group")
+    elif "messages" in parts:
+        report.not_run.append(f"NCCL messages: they need 2 GPUs, this machine has {num_gpus}")
+    if "doctor" in parts:
+        _doctor(report)
     if "queues" in parts:
         _queues(report, quick)
+    if "order" in parts and num_gpus >= 2:
+        _order(report, quick)
+    elif "order" in parts:
+        report.not_run.append(f"NCCL in opposite order: it needs 2 GPUs, this machine has {num_gpus}")
     if "train" in parts:
         for tp_size in (2,) if quick else (2, 4, 8):
             _train(report, out, tp_size, 8 if tp_size == 2 and not quick else 4)
@@ -214,7 +256,7 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
         _costs(report, quick)
     if "times" in parts and num_gpus >= 2:
         report.times = _times(report, quick)
-        _print_times(report.times)
+        console.print(gemm_table(report.times))
     elif "times" in parts:
         report.not_run.append(f"times of methods: they need 2 GPUs, this machine has {num_gpus}, which ranks shared")
     report.write()

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
 
 
+OperationUse = tuple[int, bool, bool, bool, int | None]
+"""What the method of one operation depends on: T, overflow, scatter, beside, and the GEMM's sharded features."""
+
+
 class CommOverlap:
     """One named GEMM's communicator. Made by the manager, never by users.
 
@@ -40,6 +44,7 @@ class CommOverlap:
         name: of the GEMM.
         config: its options.
         width, max_tokens, max_rows_per_rank: what it was registered with.
+        choices: the manager's memory: use -> (method, options), while ``config`` is ``chosen_for``.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class CommOverlap:
         self.scatter_region = scatter_region
         self.registered = registered
         self.statistics = NameStatistics(max_tokens)
+        self.choices: dict[OperationUse, tuple[str, OverlapConfig]] = {}
+        self.chosen_for = config
         self._own_shape: tuple[int, TokenPartition] | None = None
         self.scatter_staging: torch.Tensor | None = None
 
@@ -114,8 +121,12 @@ class CommOverlap:
 
     def require_capacity(self, partition: TokenPartition) -> None:
         """Raise CapacityError unless ``partition`` fits, or overflow is allowed to run sequentially."""
-        if self.manager.on_overflow == "error":
+        if not self.fits(partition) and self.manager.on_overflow == "error":
             require_capacity(partition, self.max_tokens, self.max_rows_per_rank, self.name)
+
+    def fits(self, partition: TokenPartition) -> bool:
+        """Whether ``partition`` is within what was registered."""
+        return partition.total <= self.max_tokens and partition.max_count <= self.max_rows_per_rank
 
     # -- buffer --------------------------------------------------------------------------------------------------
 

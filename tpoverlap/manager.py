@@ -12,13 +12,13 @@ import torch
 
 from tpoverlap.active_shape import ActiveShape, ShapeLike, require_capacity
 from tpoverlap.comm import Channel
-from tpoverlap.communicator import CommOverlap, LayerCommunicators
-from tpoverlap.config import KNOWN_NAMES, resolve
+from tpoverlap.communicator import CommOverlap, LayerCommunicators, OperationUse
+from tpoverlap.config import KNOWN_NAMES, OverlapConfig, resolve
 from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import method_for_use
 from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError
 from tpoverlap.explanation import explanation
-from tpoverlap.memory import select_backend
+from tpoverlap.memory import Backend, select_backend
 from tpoverlap.memory_report import default_max_rows, report_memory, standard_regions
 from tpoverlap.method_tables import CacheSource, MethodTables
 from tpoverlap.name_table import NameTable
@@ -42,6 +42,7 @@ from tpoverlap.setup import (
 from tpoverlap.tokens import TokenPartition
 
 logger = logging.getLogger("tpoverlap")
+_CHOICES = 512
 
 
 class UserBufferManager:
@@ -66,7 +67,7 @@ class UserBufferManager:
         device: None: the current GPU if there is one, else the CPU.
         ub_cfgs: options by GEMM name (mapping or YAML file), see docs/configuration.md.
         quantization_modes: only ``None`` / "none" in this release (no FP8 yet).
-        backend: "auto", "cuda", "shared" or "process_group".
+        backend: "auto", "cuda", "shared" or "process_group"; or a `Backend` class, for tests.
         timeout_s: bound of every wait for a peer; None: the group's own time-out.
         on_overflow: "error", or "sequential" to run a T above C on the plain collectives.
         plan: a former manager's ``plan()``, to pin its choices.
@@ -87,7 +88,7 @@ class UserBufferManager:
         device: torch.device | str | int | None = None,
         ub_cfgs: ConfigSource = None,
         quantization_modes: Any = None,
-        backend: str = "auto",
+        backend: str | type[Backend] = "auto",
         timeout_s: float | None = None,
         on_overflow: str = "error",
         plan: Mapping[str, Any] | None = None,
@@ -104,7 +105,8 @@ class UserBufferManager:
             self.on_overflow = on_overflow
             self.timeout_s = resolve_timeout(timeout_s, self.group, self.device)
             require_choice("dtype", dtype, DTYPES)
-            require_choice("backend", backend, BACKENDS)
+            if not (isinstance(backend, type) and issubclass(backend, Backend)):
+                require_choice("backend", backend, BACKENDS)
             require_choice("on_overflow", on_overflow, OVERFLOW_MODES)
             require_unquantised(quantization_modes)
             self.max_rows_per_rank = parse_max_rows(max_rows_per_rank, self.capacity_shape[0], self.tp_size)
@@ -115,7 +117,7 @@ class UserBufferManager:
                 self.capacity_shape,
                 str(dtype),
                 self.device.type,
-                backend,
+                backend if isinstance(backend, str) else backend.name,
                 self.timeout_s,
                 on_overflow,
                 self.max_rows_per_rank,
@@ -139,7 +141,7 @@ class UserBufferManager:
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    def _open_channel(self, backend: str, tuning_cache: CacheSource) -> None:
+    def _open_channel(self, backend: str | type[Backend], tuning_cache: CacheSource) -> None:
         choice = select_backend(backend, self.group, self.device)
         self.backend_name, self.backend_reason = choice.backend.name, choice.reason
         self._tables.agree(self.group, self.device, self.backend_name, tuning_cache)
@@ -276,7 +278,8 @@ class UserBufferManager:
             name: "qkv", "proj", "fc1", "fc2" or a registered name; an unregistered one runs without overlap.
             row: whether fprop reduce-scatters; None: as the name is configured.
         """
-        self.require_open()
+        if self._closed:
+            self.require_open()
         if row is None:
             fprop = f"{name}_fprop"
             row = fprop in self._names and self._names.get(fprop).is_reduce_scatter
@@ -309,15 +312,12 @@ class UserBufferManager:
         Raises:
             CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot do this.
         """
-        self.require_open()
+        if self._closed:
+            self.require_open()
         if self.channel is not None:
             self.channel.check()
-        overflow = self._overflows(communicator, partition)
-        by_tokens = self._tables.find(communicator, scatter=scatter, beside=beside, features=features)
-        decision = self._tables.decide(communicator, partition.total, by_tokens, overflow=overflow)
-        chosen = decision.method
-        if not decision.for_use:
-            chosen = method_for_use(chosen, communicator.config, name=communicator.name, scatter=scatter, beside=beside)
+        overflow = not communicator.fits(partition) and self._overflows(communicator, partition)
+        chosen, config = self._choose(communicator, (partition.total, overflow, scatter, beside, features))
         communicator.statistics.record(chosen, partition.total, overflow=overflow)
         if overflow and partition != self._logged_overflow:
             self._logged_overflow = partition  # one line a microbatch, not one an operation
@@ -336,13 +336,31 @@ class UserBufferManager:
             self.group,
             self.rank,
             chosen,
-            decision.config or communicator.config,
+            config,
             communicator.name,
             communicator.scatter_region if scatter else communicator.gather_region,
             partition,
             communicator.width,
             self.dtype,
         )
+
+    def _choose(self, communicator: CommOverlap, use: OperationUse) -> tuple[str, OverlapConfig]:
+        """The method and its options; remembered, for the last few hundred uses of each communicator."""
+        if communicator.chosen_for is not communicator.config:
+            communicator.choices.clear()
+            communicator.chosen_for = communicator.config
+        found = communicator.choices.get(use)
+        if found is None:
+            num_tokens, overflow, scatter, beside, features = use
+            by_tokens = self._tables.find(communicator, scatter=scatter, beside=beside, features=features)
+            decision = self._tables.decide(communicator, num_tokens, by_tokens, overflow=overflow)
+            method, config = decision.method, decision.config or communicator.config
+            if not decision.for_use:
+                method = method_for_use(method, config, name=communicator.name, scatter=scatter, beside=beside)
+            if len(communicator.choices) >= _CHOICES:
+                communicator.choices.clear()
+            communicator.choices[use] = found = (method, config)
+        return found
 
     def _overflows(self, communicator: CommOverlap, partition: TokenPartition) -> bool:
         try:
@@ -464,8 +482,12 @@ class UserBufferManager:
         if self._closed:
             raise NotInitializedError("this manager was closed; create a new one")
 
-    def require_input(self, x: torch.Tensor, what: str) -> None:
+    def require_input(self, x: torch.Tensor, what: str, name: str | None = None) -> None:
         """Raise ActiveShapeError unless ``x`` is 2-D and on this manager's device, in its dtype."""
+        if isinstance(x, torch.Tensor) and x.ndim == 2 and x.dtype == self.dtype and x.device == self.device:
+            return
+        if name is not None:
+            what = f"{name}: {what}"
         if not isinstance(x, torch.Tensor):
             raise ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
         if x.dim() != 2:
@@ -474,5 +496,4 @@ class UserBufferManager:
             )
         if x.dtype != self.dtype:
             raise ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {self.dtype}; cast it")
-        if x.device != self.device:
-            raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")
+        raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")

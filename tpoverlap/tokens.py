@@ -88,7 +88,7 @@ class TokenPartition:
         """R: number of ranks."""
         return len(self.counts)
 
-    @property
+    @cached_property
     def max_count(self) -> int:
         """The most rows that one rank owns."""
         return max(self.counts)

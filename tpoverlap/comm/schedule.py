@@ -147,6 +147,19 @@ def pipeline_schedule(partition: TokenPartition, width: int, rank: int, num_spli
     return tuple(steps)
 
 
+def in_pieces(step: Step) -> tuple[Step, ...]:
+    """``step`` as one step a piece, in order, so that pieces can be sent and waited for one by one."""
+    if len(step.sends) <= 1 and len(step.receives) <= 1:
+        return (step,)
+    return _cut(step)
+
+
+@lru_cache(maxsize=256)
+def _cut(step: Step) -> tuple[Step, ...]:
+    count = max(len(step.sends), len(step.receives))
+    return tuple(Step(step.number, step.sends[i : i + 1], step.receives[i : i + 1], step.peer) for i in range(count))
+
+
 def scatter_block(source: int, owner: int) -> int:
     """Index of the block that ``source`` writes in ``owner``'s slot: rank order, the owner left out."""
     return source if source < owner else source - 1
