@@ -101,6 +101,8 @@ def errors(rows: Sequence[LeftOut]) -> dict[str, Any]:
 def kind_of(row: LeftOut) -> str:
     """ "gemm", "collective", "copy", or direction and method."""
     seen = row.seen
+    if seen.quantity == "plain" and seen.problem is not None:
+        return f"{'rs' if seen.problem.is_scatter else 'ag'} GEMM, then NCCL"
     if seen.candidate is None or seen.problem is None:
         return {"gather": "collective", "scatter": "collective"}.get(seen.quantity, seen.quantity)
     return f"{'rs' if seen.problem.is_scatter else 'ag'} {seen.candidate.method}"

@@ -46,6 +46,9 @@ class Fitted:
             return gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
         if seen.quantity in ("gather", "scatter"):
             return collective_us(device, problem)
+        if seen.quantity == "plain":  # a GEMM and the library's collective, one after the other
+            both = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes) + collective_us(device, problem)
+            return max(both, device.host_us.get("plain", 0.0))
         assert seen.candidate is not None, "a method's time has a candidate"
         return estimate(device, problem, seen.candidate, in_pieces=seen.in_pieces).time_us
 
@@ -119,6 +122,10 @@ def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str
     shortest: dict[tuple[str, str, int], float] = {}
     idle = replace(fitted, host_us={})
     for seen in observations:
+        if seen.quantity == "plain":
+            shortest["", "plain", 0] = min(seen.time_us, shortest.get(("", "plain", 0), seen.time_us))
+            if seen.time_us >= 1.15 * idle.predict_us(seen):
+                bound.setdefault(("", "plain", 0), []).append(seen.time_us)
         if seen.quantity != "method":
             continue
         assert seen.problem is not None and seen.candidate is not None, "a method has both"
@@ -129,7 +136,7 @@ def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str
         if seen.time_us >= 1.15 * idle.predict_us(seen):
             bound.setdefault(key, []).append(seen.time_us)
     times = {key: median(bound[key]) if key in bound else time_us for key, time_us in shortest.items()}
-    host = {f"{way} {method}": round(value, 1) for (way, method, splits), value in times.items() if not splits}
+    host = {f"{way} {method}".strip(): round(value, 1) for (way, method, splits), value in times.items() if not splits}
     by_splits = sorted((splits, value) for (_, _, splits), value in times.items() if splits)
     if len(by_splits) >= 2:
         (few, fast), (many, slow) = by_splits[0], by_splits[-1]

@@ -26,9 +26,11 @@ BENCH_METHODS = (
 
 @dataclass(frozen=True)
 class Observation:
-    """``quantity``: "gemm", "gather" or "scatter" (a collective alone), "copy", or "method" (``candidate`` of
-    ``problem``). ``code``: whose launches the time contains, "" where they cannot have been the limit.
-    ``size_bytes``: of a copy. ``in_pieces``: whether ring_exchange cut its chunks, as it does now.
+    """One measured time.
+
+    ``quantity``: "gemm", "gather" or "scatter" (a collective alone), "plain" (both in turn), "copy" or "method"
+    (``candidate`` of ``problem``). ``code``: whose launches the time contains, "" where they cannot have been the
+    limit. ``size_bytes``: of a copy. ``in_pieces``: whether ring_exchange cut its chunks, as it does now.
     """
 
     source: str
@@ -82,8 +84,8 @@ def _peers(source: str, data: dict[str, Any]) -> Iterator[Observation]:
     columns = {
         "nccl_ag": ("ag", "gather", None),
         "nccl_rs": ("rs", "scatter", None),
-        "sequential_ag": ("ag", "method", "sequential"),
-        "sequential_rs": ("rs", "method", "sequential"),
+        "sequential_ag": ("ag", "plain", None),
+        "sequential_rs": ("rs", "plain", None),
         "te_ring_ag": ("ag", "method", "ring_exchange"),
         "te_ring_rs": ("rs", "method", "ring_exchange"),
         "trial_fused_ag": ("ag", "method", "fused"),
@@ -96,7 +98,7 @@ def _peers(source: str, data: dict[str, Any]) -> Iterator[Observation]:
         for column, (direction, quantity, method) in columns.items():
             if times.get(column):
                 candidate = Candidate(method) if method else None
-                code = "trial" if method == "sequential" and row["tokens"] <= 1024 else ""
+                code = "trial" if quantity == "plain" and row["tokens"] <= 1024 else ""
                 yield Observation(source, quantity, times[column], _problem(direction, row), candidate, code)
     for row in data["copy_engine"]["rows"]:
         time_us = row["size_bytes"] / row["gb_s"] * 1e-3
@@ -136,11 +138,16 @@ def _bench(source: str, data: dict[str, Any]) -> Iterator[Observation]:
         for label, times in row["methods"].items():
             if label not in BENCH_METHODS:
                 continue
-            candidate = candidate_of("sequential" if label == "plain sequential" else label)
-            code = "plain" if label == "plain sequential" else OURS
-            for mode, whose in (("queued_us", ""), ("eager_us", code)):
-                if times.get(mode):
-                    yield Observation(source, "method", times[mode], problem, candidate, whose, in_pieces=True)
+            is_plain = label == "plain sequential"
+            for mode, whose in (("queued_us", ""), ("eager_us", "plain" if is_plain else OURS)):
+                if not times.get(mode):
+                    continue
+                if is_plain:
+                    yield Observation(source, "plain", times[mode], problem, code=whose)
+                else:
+                    yield Observation(
+                        source, "method", times[mode], problem, candidate_of(label), whose, in_pieces=True
+                    )
 
 
 def candidate_of(label: str) -> Candidate:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tpoverlap")
 
 CacheSource = str | os.PathLike[str] | bool | None
-"""``tuning_cache``: a folder; True: the user's; False: none; None: the user's on CUDA devices, none on the CPU."""
+"""``tuning_cache``: a folder; True: the user's; None: the user's on CUDA devices, none on the CPU; False: nothing at
+all, not even the cost model, so that every name keeps its default method.
+"""
 
 
 class MethodTables:
@@ -234,8 +236,11 @@ def agree_on_evidence(
     A cache that cannot be read is logged, named by `explain` and not used: measurements are an optimisation.
     """
     machine = machine_of(device, backend)
-    answers = agree(group, (machine, _place(device), _rank_zeros_cache(group, device, machine, tuning_cache)))
-    cached, cache_basis = answers[0][2]
+    cache = _rank_zeros_cache(group, device, machine, tuning_cache)
+    answers = agree(group, (machine, _place(device), cache, tuning_cache is False))
+    (cached, cache_basis), is_off = answers[0][2:]
+    if is_off:
+        return Evidence(section, {}, None, "", "tuning_cache=False: names keep their default methods")
     if any(answer[0] != machine for answer in answers):
         why = "the ranks have different devices or versions: " + str([answer[0]["device"] for answer in answers])
         return Evidence(section, {}, None, "", why)

@@ -105,7 +105,8 @@ def transfer_us(device: DeviceModel, problem: Problem) -> float:
 
 def _device_us(device: DeviceModel, problem: Problem, candidate: Candidate, gemm_us: float, in_pieces: bool) -> float:
     if candidate.method == "sequential":
-        return gemm_us + collective_us(device, problem)
+        # docs/design/0005: an all-to-all and a float32 sum; the all-to-all moves what the library's reduce-scatter does
+        return gemm_us + collective_us(device, problem) + _add_us(device, problem)
     if candidate.method == "bulk":
         return max(gemm_us, transfer_us(device, problem)) + device.step_us + _add_us(device, problem)
     if candidate.method == "fused":
