@@ -27,11 +27,12 @@ def host_time(rank: int, world_size: int, device_type: str, repeats: int) -> dic
     device = _device(rank, device_type)
     capacity, width = 4096, 512
     config = {
+        "qkv_fprop": {"method": "ring_exchange"},
         "proj_fprop": {"method": "ring_exchange"},
         "fc1_fprop": {"method": "sequential"},
         "fc2_fprop": {"method": "sequential"},
     }
-    manager = tpo.UserBufferManager(None, (capacity, width), device=device, ub_cfgs=config)
+    manager = tpo.UserBufferManager(None, (capacity, width), device=device, ub_cfgs=config, tuning_cache=False)
     weight = torch.randn(256, width, device=device, dtype=torch.bfloat16)
     back = torch.randn(width, 256, device=device, dtype=torch.bfloat16)
     inputs = torch.randn(capacity, width, device=device, dtype=torch.bfloat16)
@@ -86,7 +87,7 @@ def thousand_shapes(rank: int, world_size: int, device_type: str, count: int) ->
     """Growth over ``count`` random T after a warm-up: torch's statistics, the driver's free memory, and RSS."""
     device = _device(rank, device_type)
     capacity, width = 2048, 256
-    manager = tpo.UserBufferManager(None, (capacity, width), device=device)
+    manager = tpo.UserBufferManager(None, (capacity, width), device=device, tuning_cache=False)
     weight = torch.randn(128, width, device=device, dtype=torch.bfloat16)
     back = torch.randn(width, 128, device=device, dtype=torch.bfloat16)
     inputs = torch.randn(capacity, width, device=device, dtype=torch.bfloat16)
