@@ -121,12 +121,8 @@ class CommOverlap:
 
     def require_capacity(self, partition: TokenPartition) -> None:
         """Raise CapacityError unless ``partition`` fits, or overflow is allowed to run sequentially."""
-        if not self.fits(partition) and self.manager.on_overflow == "error":
+        if self.manager.on_overflow == "error":
             require_capacity(partition, self.max_tokens, self.max_rows_per_rank, self.name)
-
-    def fits(self, partition: TokenPartition) -> bool:
-        """Whether ``partition`` is within what was registered."""
-        return partition.total <= self.max_tokens and partition.max_count <= self.max_rows_per_rank
 
     # -- buffer --------------------------------------------------------------------------------------------------
 

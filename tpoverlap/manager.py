@@ -73,7 +73,7 @@ class UserBufferManager:
         plan: a former manager's ``plan()``, to pin its choices.
         max_rows_per_rank: most rows of one rank; None: ceil(C / R).
         tuning_cache: folder with what ``tpoverlap tune`` measured, read by rank 0; None: the user's cache on CUDA
-            devices, none on the CPU; True: the user's; False: none.
+            devices, none on the CPU; True: the user's; False: names keep their default methods, whatever T is.
         meter: measure how long operations wait and for which rank; `stats` then says so. Costs under 1 %.
 
     Raises:
@@ -160,9 +160,8 @@ class UserBufferManager:
         if self.rank == 0:
             plan = self.plan()
             methods = {name: row["method"] for name, row in plan["methods"].items()}
-            backend = f"{self.backend_name} ({self.backend_reason})"
-            message = "tpoverlap: R=%d, capacity %s, backend %s, plan %s %s"
-            logger.info(message, self.tp_size, self.capacity_shape, backend, plan["hash"], methods)
+            where = f"capacity {self.capacity_shape}, backend {self.backend_name} ({self.backend_reason})"
+            logger.info("tpoverlap: R=%d, %s, plan %s %s", self.tp_size, where, plan["hash"], methods)
 
     def register(
         self, name: str, width: int, max_tokens: int | None = None, max_rows_per_rank: int | None = None
@@ -315,7 +314,9 @@ class UserBufferManager:
             self.require_open()
         if self.channel is not None:
             self.channel.check()
-        overflow = not communicator.fits(partition) and self._overflows(communicator, partition)
+        overflow = False
+        if partition.total > communicator.max_tokens or partition.max_count > communicator.max_rows_per_rank:
+            overflow = self._overflows(communicator, partition)
         chosen, config = self._choose(communicator, (partition.total, overflow, scatter, beside, features))
         communicator.statistics.record(chosen, partition.total, overflow=overflow)
         if overflow and partition != self._logged_overflow:
@@ -341,6 +342,7 @@ class UserBufferManager:
             partition,
             communicator.width,
             self.dtype,
+            overflow or not communicator.registered,
         )
 
     def _choose(self, communicator: CommOverlap, use: OperationUse) -> tuple[str, OverlapConfig]:
@@ -409,14 +411,12 @@ class UserBufferManager:
         return make_plan(names, self.tp_size, self.capacity_shape, self._tables.evidence)
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """A flat dict for each name that was called: calls, methods, T histogram, sequential and overflow counts.
-
-        With ``meter=True`` also what `Meter.stats` says. Unregistered names are among them: they run without overlap.
+        """For each name that was called, registered or not: calls, methods, T histogram, sequential and overflow counts,
+        and with ``meter=True`` what `Meter.stats` says.
         """
         self.require_open()
         used = (*self._names, *self._names.unregistered)
-        meter = self.channel.meter if self.channel is not None else None
-        metered = meter.stats() if meter is not None else {}
+        metered = {} if self.channel is None or self.channel.meter is None else self.channel.meter.stats()
         return {c.name: {**c.statistics.as_dict(), **metered.get(c.name, {})} for c in used if c.statistics.calls}
 
     def memory_report(self) -> dict[str, Any]:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tpoverlap")
 
 CacheSource = str | os.PathLike[str] | bool | None
-"""``tuning_cache``: a folder; True: the user's; False: none; None: the user's on CUDA devices, none on the CPU."""
+"""``tuning_cache``: a folder; True: the user's; None: the user's on CUDA devices, none on the CPU; False: nothing at
+all, not even the cost model, so that every name keeps its default method.
+"""
 
 
 class MethodTables:
@@ -50,6 +52,7 @@ class MethodTables:
         """``evidence``: a pinned plan's; None: `agree` looks for it, if it is called."""
         self.evidence = evidence or Evidence()
         self._is_pinned = evidence is not None
+        self._has_kernels = False  # fused needs symmetric memory
         self._config = config
         self._planned = planned
         self._tp_size = tp_size
@@ -58,6 +61,7 @@ class MethodTables:
 
     def agree(self, group: ProcessGroup, device: torch.device, backend: str, tuning_cache: CacheSource) -> None:
         """Look for evidence, unless a plan brought its own. Collective."""
+        self._has_kernels = backend == "cuda"
         if not self._is_pinned:
             section = self._config.extras.get(BY_TOKENS) or {}
             self.evidence = agree_on_evidence(group, device, backend, section, tuning_cache)
@@ -177,6 +181,8 @@ class MethodTables:
             self._itemsize_bytes,
         )
         legal = ("bulk",) if beside else legal_methods(communicator.name, scatter)
+        if not self._has_kernels:
+            legal = tuple(method for method in legal if method != "fused")
         written = self._config.explicit.get(communicator.name, {})
         fixed = {key: value for key, value in written.items() if key not in ("method", "is_reduce_scatter")}
         table = self.evidence.table(communicator.name, problem, communicator.max_tokens, legal, fixed)
@@ -230,8 +236,11 @@ def agree_on_evidence(
     A cache that cannot be read is logged, named by `explain` and not used: measurements are an optimisation.
     """
     machine = machine_of(device, backend)
-    answers = agree(group, (machine, _place(device), _rank_zeros_cache(group, device, machine, tuning_cache)))
-    cached, cache_basis = answers[0][2]
+    cache = _rank_zeros_cache(group, device, machine, tuning_cache)
+    answers = agree(group, (machine, _place(device), cache, tuning_cache is False))
+    (cached, cache_basis), is_off = answers[0][2:]
+    if is_off:
+        return Evidence(section, {}, None, "", "tuning_cache=False: names keep their default methods")
     if any(answer[0] != machine for answer in answers):
         why = "the ranks have different devices or versions: " + str([answer[0]["device"] for answer in answers])
         return Evidence(section, {}, None, "", why)

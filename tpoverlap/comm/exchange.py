@@ -175,22 +175,19 @@ class Exchange(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
-                self._finish_or_fail()
-                if self._metered is not None:
-                    self._metered.mark("end", -1)
-                self._channel.completed(self.descriptor, self.finished)
-            else:
+            if error is not None:
                 self._fail(error)
+                return
+            try:
+                self._finish()
+            except BaseException as failure:
+                self._fail(failure)
+                raise
+            if self._metered is not None:
+                self._metered.mark("end", -1)
+            self._channel.completed(self.descriptor, self.finished)
         finally:
             self._channel.leave()
-
-    def _finish_or_fail(self) -> None:
-        try:
-            self._finish()
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     def _fail(self, error: BaseException) -> None:
         if self._metered is not None:
@@ -239,13 +236,15 @@ class OneSidedExchange(Exchange):
 
     signals: Signals
     _expected: set[int]
-    _ref: SlotRef
+
+    @property
+    def _ref(self) -> SlotRef:
+        return self._region.ref(self._epoch)
 
     def start(self) -> None:
         self._expected = set()
         signals, comm = self.signals, self._comm
-        region, ref = self._region, self._region.ref(self._epoch)
-        self._ref = ref
+        region = self._region
         previous = self._epoch - region.depth
         if previous in region.held:
             region.held.discard(previous)
@@ -314,7 +313,9 @@ class OneSidedExchange(Exchange):
     def _wait(self, step: Step, stream: Stream) -> None:
         signals = self.signals
         if step.peer >= 0:
+            self._mark(stream, "wait", step.number, step.peer)
             self._expect(step.peer, stream)
+            self._mark(stream, "arrived", step.number, step.peer)
         for transfer in step.receives:
             self._mark(stream, "wait", transfer.step, transfer.source)
             self._expect(transfer.source, stream)

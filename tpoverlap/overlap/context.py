@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class OperationContext(NamedTuple):
+@dataclass(slots=True, eq=False)  # not frozen: one is made an operation, and that takes several times as long
+class OperationContext:
     """One operation: where it communicates, by which method, over which partition.
 
     Attributes:
@@ -35,6 +37,8 @@ class OperationContext(NamedTuple):
         name: GEMM name, for labels, traces and errors.
         region: "ag", "rs" or the name's own region.
         width: H, columns of the communicated activation.
+        plain: no registered buffer takes it (T above the capacity, or a name without one): sequential, on the group's
+            own collectives.
     """
 
     channel: Channel | None
@@ -47,6 +51,12 @@ class OperationContext(NamedTuple):
     partition: TokenPartition
     width: int
     dtype: torch.dtype
+    plain: bool = False
+
+    @property
+    def uses_buffers(self) -> bool:
+        """Whether ``sequential`` goes through the registered buffers, too."""
+        return not self.plain and self.channel is not None and self.channel.backend.one_sided
 
     @property
     def own_rows(self) -> slice:
@@ -89,16 +99,10 @@ class OperationContext(NamedTuple):
             exchange.copier = copier
         return exchange
 
-    @property
-    def has_range(self) -> bool:
-        """Whether a profiler or a trace listens: making a range that nobody reads costs as much as a launch."""
-        channel = self.channel
-        return channel is not None and (channel.ranges or channel.trace is not None)
-
     def nvtx_range(self, direction: str) -> AbstractContextManager[object]:
-        """A range that is named by GEMM, direction, method and T, where somebody listens: NVTX, or the trace's."""
+        """A range named by GEMM, direction, method and T, where somebody listens: NVTX, or the trace's."""
         channel = self.channel
-        if channel is None or not self.has_range:
+        if channel is None or not channel.ranges:  # a range that nobody reads costs as much as a launch
             return nullcontext()
         label = self.label(direction)
         if channel.trace is None:

@@ -17,6 +17,7 @@ SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "profile": "tpoverlap.tools.profile.command:profile",
         "config": "tpoverlap.tools.config.command:config",
         "predict": "tpoverlap.tools.predict.command:predict",
+        "tune": "tpoverlap.tools.tune.command:tune",
     }
 )
 

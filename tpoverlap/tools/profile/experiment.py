@@ -178,7 +178,7 @@ def _report(
         "rounds": job.rounds,
     }
     notes = [
-        "alone: the GEMM and torch.distributed's collective one after the other, in turns with the overlapped step",
+        "alone: method sequential, one after the other, measured in turns with the overlapped step",
         "the layer has no attention, no normalisation and no activation: its GEMMs follow one another",
     ]
     if device == "cpu":
@@ -211,11 +211,11 @@ def _traced(mgr: UserBufferManager, into: list[Span]) -> Iterator[None]:
     """One step's marks, appended to ``into`` when the block ends. Calls are numbered on from those that are there."""
     assert mgr.channel is not None, "R = 1 was refused"
     trace = Trace(mgr.device)
-    mgr.channel.trace = trace
+    mgr.channel.record(trace)
     try:
         yield
     finally:
-        mgr.channel.trace = None
+        mgr.channel.record(None)
     first = 1 + max((span.call for span in into), default=-1)
     spans = spans_of(trace.marks(), mgr.rank, trace.start_s * 1e6)
     into += [replace(span, call=span.call + first) for span in spans]

@@ -7,7 +7,7 @@
                                                               exposed = wall - compute
                                                               idle    = none of the five: launches, Python
 
-With the plain collective (``sequential``) nothing marks the GEMM: compute is then the wall less wait and collective.
+With ``sequential`` not every GEMM is marked: compute is then the wall less waiting, collective and adding.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _of_one_call(operation: Span, nested: Intervals, spans: Sequence[Span], comp
 
     collective, wait, reduce = of("collective"), of("wait"), of("reduce")
     comm = union([*of("transfer"), *collective])
-    if collective and not of(*COMPUTING):
-        compute = subtract(own, union([*collective, *wait]))
+    if operation.method == "sequential":
+        compute = subtract(own, union([*collective, *wait, *reduce]))
         hides: Intervals = []
     else:
         compute = intersect(of(*COMPUTING), own)

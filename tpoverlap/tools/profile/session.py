@@ -75,14 +75,14 @@ def profile(
             with torch.profiler.record_function(CLOCK_MARK):
                 trace = Trace(mgr.device)
         if mgr.channel is not None:
-            mgr.channel.trace = trace
+            mgr.channel.record(trace)
         failed = True
         try:
             yield result
             failed = False
         finally:
             if mgr.channel is not None:
-                mgr.channel.trace = None
+                mgr.channel.record(None)
             if mgr.device.type == "cuda":
                 torch.cuda.synchronize(mgr.device)
             stack.close()  # torch.profiler stops here
