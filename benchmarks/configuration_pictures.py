@@ -2,7 +2,7 @@
 
 python -m benchmarks.configuration_pictures
 
-``methods.png``: when pieces compute and travel, ideal, four ranks, from `tpoverlap.tools.config.timeline`: no measurement.
+``methods.png``: when pieces compute and travel, ideal, four ranks, by `tpoverlap.tools.config.timeline`: not measured.
 ``reduce_scatter.png``: measured times from ``benchmarks/results``.
 """
 
@@ -56,7 +56,8 @@ def methods(path: Path) -> None:
             text = {"=": "all", ">": "all"}.get(span.label, span.label)
             middle = 0.5 * (span.start + span.end)
             axes.text(middle, row + offset, text, ha="center", va="center", fontsize=7, color="white")
-        axes.text(drawn.total + 0.01, row + 0.18, f"exposed {100 * drawn.exposed / GEMM:.0f} %", va="center", fontsize=8)
+        exposed = f"exposed {100 * drawn.exposed / GEMM:.0f} %"
+        axes.text(drawn.total + 0.01, row + 0.18, exposed, va="center", fontsize=8)
     axes.axvline(GEMM, color="black", linewidth=1)
     axes.set_yticks([row + 0.18 for row in range(len(METHODS))], [label for _, label, _ in METHODS])
     axes.invert_yaxis()
