@@ -345,12 +345,12 @@ class UserBufferManager:
         return choose(
             communicator.config,
             name=communicator.name,
-            config_source=self._names.config_source(communicator.name),
+            config_source="layer" if communicator.overrides else self._names.config_source(communicator.name),
             tp_size=self.tp_size,
             num_tokens=num_tokens,
             max_tokens=communicator.max_tokens,
             overflow=overflow,
-            planned_method=self._pinned.get(communicator.name),
+            planned_method=None if communicator.overrides else self._pinned.get(communicator.name),
         )
 
     def next_gather_slot(self, communicator: CommOverlap, partition: TokenPartition) -> torch.Tensor:

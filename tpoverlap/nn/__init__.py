@@ -1,11 +1,15 @@
 """WHAT USERS CALL: autograd functions and layers."""
 
 from tpoverlap.nn.functional import all_gather_gemm, bulk_all_gather, bulk_reduce_scatter, gemm_reduce_scatter
+from tpoverlap.nn.layer_norm_linear import LayerNormLinear
+from tpoverlap.nn.layer_norm_mlp import LayerNormMLP
 from tpoverlap.nn.linear import Linear
 from tpoverlap.nn.recompute import checkpoint_context_fn
 from tpoverlap.nn.replicated import sync_replicated_grads
 
 __all__ = [
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "all_gather_gemm",
     "bulk_all_gather",

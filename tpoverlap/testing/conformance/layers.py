@@ -1,0 +1,213 @@
+"""Cases 5, 6 and 13: layers forward and backward in every mode, against `plain_layers`, as T changes.
+
+Rank functions, as in `gemms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tpoverlap.manager import UserBufferManager
+from tpoverlap.nn.layer_norm_linear import LayerNormLinear
+from tpoverlap.nn.layer_norm_mlp import LayerNormMLP
+from tpoverlap.nn.replicated import sync_replicated_grads
+from tpoverlap.testing.conformance import plain, plain_layers
+from tpoverlap.testing.conformance.comparison import Comparison
+from tpoverlap.testing.conformance.plain_layers import Group
+from tpoverlap.testing.conformance.setting import Setting, said
+
+MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "bulk": {},
+        "rs_dgrad": {"ub_overlap_rs_dgrad": True},
+        "save_gathered": {"save_gathered": True},
+        "save_gathered_rs_dgrad": {"save_gathered": True, "ub_overlap_rs_dgrad": True},
+        "delayed": {"delay_wgrad_compute": True},
+        "main_grad": {"fuse_wgrad_accumulation": True},
+        "delayed_main_grad": {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True},
+        "whole": {"sequence_parallel": False},
+        "whole_delayed_main_grad": {
+            "sequence_parallel": False,
+            "delay_wgrad_compute": True,
+            "fuse_wgrad_accumulation": True,
+        },
+        "flags_off": {
+            f"ub_{flag}": False for flag in ("overlap_ag", "overlap_rs", "overlap_rs_dgrad", "bulk_dgrad", "bulk_wgrad")
+        },
+    }
+)
+KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "linear-layernorm": {"normalization": "LayerNorm"},
+        "linear-rmsnorm": {"normalization": "RMSNorm", "bias": False},
+        "mlp-gelu": {"activation": "gelu"},
+        "mlp-swiglu": {"activation": "swiglu", "normalization": "RMSNorm", "bias": False},
+    }
+)
+
+
+def make_layer(kind: str, manager: UserBufferManager, setting: Setting, **options: Any) -> torch.nn.Module:
+    """The layer of a kind, at the sizes of ``setting``."""
+    options = {**KINDS[kind], **options}
+    if kind.startswith("linear"):
+        return LayerNormLinear(
+            setting.hidden, setting.features * manager.tp_size, manager=manager, ub_name="qkv", **options
+        )
+    return LayerNormMLP(setting.hidden, setting.features * manager.tp_size, manager=manager, **options)
+
+
+class Model:
+    """A layer's parameters on all ranks, as leaves of ``dtype``, and its arithmetic in plain torch."""
+
+    def __init__(
+        self, kind: str, layer: torch.nn.Module, rank: int, size: int, setting: Setting, dtype: torch.dtype
+    ) -> None:
+        self.kind, self.rank, self.size, self.dtype = kind, rank, size, dtype
+        self.replicated = {name for name, _ in layer.named_parameters() if is_replicated(name)}
+        self.parameters = {
+            name: [
+                _drawn(rank, setting, name, tuple(parameter.shape), 0 if name in self.replicated else q)
+                .to(dtype)
+                .requires_grad_()
+                for q in range(size)
+            ]
+            for name, parameter in layer.named_parameters()
+        }
+
+    def forward(self, x: torch.Tensor, group: Group) -> list[torch.Tensor]:
+        """What each rank's layer gives for all rows, [T, N] each."""
+        if self.kind.startswith("linear"):
+            return plain_layers.layer_norm_linear(group, self.parameters, x)
+        y = plain_layers.layer_norm_mlp(group, self.parameters, x, KINDS[self.kind]["activation"])
+        return [y] * self.size
+
+    def train(self, x: torch.Tensor, dys: list[torch.Tensor], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward: (this rank's y, dx); gradients add up in the parameters."""
+        leaf = plain.wide(x, self.dtype).clone().requires_grad_()
+        ys = self.forward(leaf, group)
+        if self.kind.startswith("linear"):
+            torch.autograd.backward(ys, [dy.to(self.dtype) for dy in dys])
+        else:
+            ys[0].backward(dys[0].to(self.dtype))
+        assert leaf.grad is not None, "x trains"
+        return ys[self.rank].detach(), leaf.grad
+
+    def grad_of(self, name: str, *, summed: bool) -> torch.Tensor:
+        """This rank's gradient; of a replicated parameter the sum over ranks."""
+        shards = self.parameters[name]
+        grads = [torch.zeros_like(shard) if shard.grad is None else shard.grad for shard in shards]
+        if name in self.replicated:
+            return plain.rank_sum(grads) if summed else grads[0]
+        return grads[self.rank]
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        for shards in self.parameters.values():
+            for shard in shards:
+                shard.grad = None
+
+
+def is_replicated(name: str) -> bool:
+    """Norm parameters and row biases."""
+    return name.endswith(("layer_norm_weight", "layer_norm_bias", "fc2_bias", "proj.bias"))
+
+
+def _drawn(rank: int, setting: Setting, name: str, shape: tuple[int, ...], key: int) -> torch.Tensor:
+    scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.3
+    drawn = setting.draw(rank, shape, name, key, scale=scale)
+    return drawn + 1 if name.endswith("layer_norm_weight") else drawn
+
+
+def load(layer: torch.nn.Module, model: Model) -> None:
+    """This rank's shards of the twin's parameters."""
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(model.parameters[name][model.rank])
+
+
+def check_layer(
+    rank: int, size: int, setting: Setting, kind: str, mode: str, unregistered: bool = False
+) -> dict[str, Any]:
+    """One layer in one mode. Two microbatches at every T, whose gradients add up; then once more without autograd."""
+    comparison, options = Comparison(), MODES[mode]
+    whole = options.get("sequence_parallel") is False
+    if unregistered:
+        options = {**options, **({"ub_name": "nobody"} if kind.startswith("linear") else {"ub_names": ("no1", "no2")})}
+    with setting.open_manager(rank) as manager:
+        layer = make_layer(kind, manager, setting, **options)
+        twin, reference = (
+            Model(kind, layer, rank, size, setting, dtype) for dtype in (setting.dtype, setting.reference_dtype)
+        )
+        load(layer, twin)
+        for turn, partition in enumerate(setting.partitions(size)):
+            comparison.where = f"rank {rank}, {kind} {mode}, T={partition.total} {list(partition.counts)}"
+            group = Group(partition, whole, fused_bias=size > 1 and not (mode == "flags_off" or unregistered))
+            _clear(layer, twin, reference)
+            for microbatch in range(2):
+                _one_microbatch(comparison, layer, twin, reference, setting, group, 2 * turn + microbatch)
+            _compare_gradients(comparison, layer, twin, reference, manager, group)
+            manager.check()
+    return comparison.summary()
+
+
+def _clear(layer: torch.nn.Module, *models: Model) -> None:
+    layer.zero_grad(set_to_none=True)
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+    for model in models:
+        model.zero()
+
+
+def _one_microbatch(
+    comparison: Comparison,
+    layer: Any,
+    twin: Model,
+    reference: Model,
+    setting: Setting,
+    group: Group,
+    key: int,
+) -> None:
+    rank, partition, manager = twin.rank, group.partition, layer.manager
+    rows = slice(0, partition.total) if group.whole else partition.rows(rank)
+    x = setting.draw(rank, (partition.total, setting.hidden), "x", key)
+    column = twin.kind.startswith("linear")
+    width = setting.features if column else setting.hidden
+    dys = [setting.draw(rank, (partition.total, width), "dy", key, q if column else 0) for q in range(group.size)]
+    shard = x[rows].clone().requires_grad_()
+    how = key if not group.whole else 4 * key + key % 3  # T cannot be inferred as R times the rows of a whole input
+    with said(manager, partition, how) as explicit:
+        y = layer(shard, partition=explicit)
+        with torch.no_grad():
+            comparison.same("y without autograd", layer(shard, partition=explicit), y.detach())
+    manager.set_active_shape(partition.total % manager.capacity_shape[0] + 1)  # backward must not read it
+    (y_twin, dx), (y_reference, dx_reference) = (model.train(x, dys, group) for model in (twin, reference))
+    out_rows = slice(0, partition.total) if column or group.whole else rows
+    comparison.close("y", y, y_twin[out_rows], y_reference[out_rows])
+    y.backward(dys[rank][out_rows])
+    if layer.need_backward_dw():
+        layer.backward_dw()
+    comparison.close("dx", shard.grad, dx[rows], dx_reference[rows])
+
+
+def _compare_gradients(
+    comparison: Comparison, layer: Any, twin: Model, reference: Model, manager: UserBufferManager, group: Group
+) -> None:
+    expected = 0 if group.whole else len(twin.replicated)
+    comparison.true("replicated parameters", sync_replicated_grads(layer, manager.group) == expected)
+    for name, parameter in layer.named_parameters():
+        grads = [model.grad_of(name, summed=not group.whole) for model in (twin, reference)]
+        fused = (
+            name.endswith("weight") and not name.endswith("norm_weight") and layer._gemms[0]._weight_grads.accumulate
+        )
+        actual = parameter.grad
+        if fused:
+            comparison.absent(f"d {name} beside main_grad", parameter.grad)
+            actual = parameter.main_grad.to(grads[0].dtype)
+        comparison.close(f"d {name}", actual, *grads)
+
+
+Check = Callable[..., dict[str, Any]]
