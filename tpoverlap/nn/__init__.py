@@ -4,13 +4,21 @@ from tpoverlap.nn.functional import all_gather_gemm, bulk_all_gather, bulk_reduc
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.layer_norm_mlp import LayerNormMLP
 from tpoverlap.nn.linear import Linear
+from tpoverlap.nn.multihead_attention import MultiheadAttention
 from tpoverlap.nn.recompute import checkpoint_context_fn
 from tpoverlap.nn.replicated import sync_replicated_grads
+from tpoverlap.nn.rotary import RotaryTable
+from tpoverlap.nn.sequences import PackedSequences
+from tpoverlap.nn.transformer_layer import TransformerLayer
 
 __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
+    "PackedSequences",
+    "RotaryTable",
+    "TransformerLayer",
     "all_gather_gemm",
     "bulk_all_gather",
     "bulk_reduce_scatter",

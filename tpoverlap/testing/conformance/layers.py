@@ -5,7 +5,7 @@ Rank functions, as in `gemms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,10 @@ import torch
 from tpoverlap.manager import UserBufferManager
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.layer_norm_mlp import LayerNormMLP
+from tpoverlap.nn.multihead_attention import MultiheadAttention
 from tpoverlap.nn.replicated import sync_replicated_grads
+from tpoverlap.nn.sequences import PackedSequences
+from tpoverlap.nn.transformer_layer import TransformerLayer
 from tpoverlap.testing.conformance import plain, plain_layers
 from tpoverlap.testing.conformance.comparison import Comparison
 from tpoverlap.testing.conformance.plain_layers import Group
@@ -46,8 +49,28 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "linear-rmsnorm": {"normalization": "RMSNorm", "bias": False},
         "mlp-gelu": {"activation": "gelu"},
         "mlp-swiglu": {"activation": "swiglu", "normalization": "RMSNorm", "bias": False},
+        "attention": {},
+        "attention-normed": {"input_layernorm": True, "rotary_base": 100.0},
+        "transformer-gqa": {
+            "activation": "swiglu",
+            "normalization": "RMSNorm",
+            "bias": False,
+            "rotary_base": 100.0,
+        },
     }
 )
+
+
+UNREGISTERED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "linear": {"ub_name": "nobody"},
+        "mlp": {"ub_names": ("nobody1", "nobody2")},
+        "attention": {"ub_names": ("nobody1", "nobody2")},
+        "transformer": {"ub_names": ("nobody1", "nobody2", "nobody3", "nobody4")},
+    }
+)
+HEADS_A_GROUP, HEAD_DIM = 2, 8
+"""Two query heads share a key and value head; every rank has one such group."""
 
 
 def make_layer(kind: str, manager: UserBufferManager, setting: Setting, **options: Any) -> torch.nn.Module:
@@ -57,7 +80,13 @@ def make_layer(kind: str, manager: UserBufferManager, setting: Setting, **option
         return LayerNormLinear(
             setting.hidden, setting.features * manager.tp_size, manager=manager, ub_name="qkv", **options
         )
-    return LayerNormMLP(setting.hidden, setting.features * manager.tp_size, manager=manager, **options)
+    features, size = setting.features * manager.tp_size, manager.tp_size
+    if kind.startswith("mlp"):
+        return LayerNormMLP(setting.hidden, features, manager=manager, **options)
+    heads: dict[str, Any] = {"num_gqa_groups": size, "kv_channels": HEAD_DIM}
+    if kind.startswith("attention"):
+        return MultiheadAttention(setting.hidden, HEADS_A_GROUP * size, manager=manager, **heads, **options)
+    return TransformerLayer(setting.hidden, features, HEADS_A_GROUP * size, manager=manager, **heads, **options)
 
 
 class Model:
@@ -82,7 +111,16 @@ class Model:
         """What each rank's layer gives for all rows, [T, N] each."""
         if self.kind.startswith("linear"):
             return plain_layers.layer_norm_linear(group, self.parameters, x)
-        y = plain_layers.layer_norm_mlp(group, self.parameters, x, KINDS[self.kind]["activation"])
+        options = KINDS[self.kind]
+        if self.kind.startswith("mlp"):
+            y = plain_layers.layer_norm_mlp(group, self.parameters, x, options["activation"])
+            return [y] * self.size
+        sequences = PackedSequences(sequence_offsets(x.shape[0]), x.shape[0], x.device)
+        heads = plain_layers.Heads(HEADS_A_GROUP, 1, HEAD_DIM, sequences, options.get("rotary_base"))
+        if self.kind.startswith("attention"):
+            y = plain_layers.attention(heads, group, self.parameters, x)
+        else:
+            y = plain_layers.transformer(heads, group, self.parameters, x, options["activation"])
         return [y] * self.size
 
     def train(self, x: torch.Tensor, dys: list[torch.Tensor], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,6 +149,14 @@ class Model:
                 shard.grad = None
 
 
+def sequence_offsets(num_tokens: int) -> list[int]:
+    """Sequences of 1, 2, 4, .. tokens and the rest: offsets that no rank boundary respects."""
+    offsets = [0]
+    while offsets[-1] < num_tokens:
+        offsets.append(min(num_tokens, offsets[-1] + 2 ** (len(offsets) - 1)))
+    return offsets
+
+
 def is_replicated(name: str) -> bool:
     """Norm parameters and row biases."""
     return name.endswith(("layer_norm_weight", "layer_norm_bias", "fc2_bias", "proj.bias"))
@@ -136,7 +182,7 @@ def check_layer(
     comparison, options = Comparison(), MODES[mode]
     whole = options.get("sequence_parallel") is False
     if unregistered:
-        options = {**options, **({"ub_name": "nobody"} if kind.startswith("linear") else {"ub_names": ("no1", "no2")})}
+        options = {**options, **UNREGISTERED[kind.split("-")[0]]}
     with setting.open_manager(rank) as manager:
         layer = make_layer(kind, manager, setting, **options)
         twin, reference = (
@@ -149,7 +195,9 @@ def check_layer(
             _clear(layer, twin, reference)
             for microbatch in range(2):
                 _one_microbatch(comparison, layer, twin, reference, setting, group, 2 * turn + microbatch)
-            _compare_gradients(comparison, layer, twin, reference, manager, group)
+            _compare_gradients(
+                comparison, layer, twin, reference, group, accumulates="fuse_wgrad_accumulation" in options
+            )
             manager.check()
     return comparison.summary()
 
@@ -180,9 +228,10 @@ def _one_microbatch(
     shard = x[rows].clone().requires_grad_()
     how = key if not group.whole else 4 * key + key % 3  # T cannot be inferred as R times the rows of a whole input
     with said(manager, partition, how) as explicit:
-        y = layer(shard, partition=explicit)
-        with torch.no_grad():
-            comparison.same("y without autograd", layer(shard, partition=explicit), y.detach())
+        packed = _packed(twin.kind, partition.total, shard.device, key)
+        y = layer(shard, *packed, partition=explicit)
+        with torch.no_grad() if key % 2 else torch.inference_mode():
+            comparison.same("y without autograd", layer(shard, *packed, partition=explicit), y.detach())
     manager.set_active_shape(partition.total % manager.capacity_shape[0] + 1)  # backward must not read it
     (y_twin, dx), (y_reference, dx_reference) = (model.train(x, dys, group) for model in (twin, reference))
     out_rows = slice(0, partition.total) if column or group.whole else rows
@@ -193,21 +242,26 @@ def _one_microbatch(
     comparison.close("dx", shard.grad, dx[rows], dx_reference[rows])
 
 
+def _packed(kind: str, num_tokens: int, device: torch.device, key: int) -> tuple[Any, ...]:
+    """``cu_seqlens`` in one of the ways there are; nothing for layers that take none."""
+    if kind.startswith(("linear", "mlp")):
+        return ()
+    offsets = sequence_offsets(num_tokens)
+    if key % 3 == 0:
+        return (PackedSequences(offsets, num_tokens, device),)
+    return (torch.tensor(offsets, dtype=torch.int32, device=device if key % 3 == 1 else "cpu"),)
+
+
 def _compare_gradients(
-    comparison: Comparison, layer: Any, twin: Model, reference: Model, manager: UserBufferManager, group: Group
+    comparison: Comparison, layer: Any, twin: Model, reference: Model, group: Group, *, accumulates: bool
 ) -> None:
     expected = 0 if group.whole else len(twin.replicated)
-    comparison.true("replicated parameters", sync_replicated_grads(layer, manager.group) == expected)
+    comparison.true("replicated parameters", sync_replicated_grads(layer, layer.manager.group) == expected)
     for name, parameter in layer.named_parameters():
         grads = [model.grad_of(name, summed=not group.whole) for model in (twin, reference)]
-        fused = (
-            name.endswith("weight") and not name.endswith("norm_weight") and layer._gemms[0]._weight_grads.accumulate
-        )
+        fused = accumulates and name.endswith("weight") and not name.endswith("norm_weight")
         actual = parameter.grad
         if fused:
             comparison.absent(f"d {name} beside main_grad", parameter.grad)
             actual = parameter.main_grad.to(grads[0].dtype)
         comparison.close(f"d {name}", actual, *grads)
-
-
-Check = Callable[..., dict[str, Any]]

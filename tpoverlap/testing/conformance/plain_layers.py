@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from tpoverlap.nn.activation import PLAIN_ACTIVATIONS
+from tpoverlap.nn.attention import packed_attention
+from tpoverlap.nn.rotary import RotaryTable
+from tpoverlap.nn.sequences import PackedSequences
 from tpoverlap.testing.conformance import plain
 from tpoverlap.tokens import TokenPartition
 
@@ -101,3 +104,43 @@ def layer_norm_mlp(group: Group, parameters: Parameters, x: torch.Tensor, activa
     """[T, H] -> [T, H]."""
     hs = column(norm(group, parameters, x), parameters["fc1_weight"], parameters.get("fc1_bias"))
     return row(group, [activate(activation, h) for h in hs], parameters["fc2_weight"], parameters.get("fc2_bias"))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one rank, and how they attend."""
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    sequences: PackedSequences
+    rotary_base: float | None
+
+
+def attention(heads: Heads, group: Group, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:
+    """[T, H] -> [T, H]; with an input norm if there are parameters for one."""
+    name = "layernorm_qkv" if "layernorm_qkv.weight" in parameters else "qkv"
+    inner, proj = under(parameters, name), under(parameters, "proj")
+    xs = norm(group, inner, x) if name == "layernorm_qkv" else list(plain.fan_out(x, group.size))
+    attended = [_attend(heads, mixed) for mixed in column(xs, inner["weight"], inner.get("bias"))]
+    return row(group, attended, proj["weight"], proj.get("bias"))
+
+
+def _attend(heads: Heads, mixed: torch.Tensor) -> torch.Tensor:
+    """Slice by slice: query heads of a group, then its key and its value."""
+    d, per_group = heads.head_dim, heads.num_heads // heads.num_groups
+    blocks = mixed.view(mixed.shape[0], -1, d)
+    starts = [group * (per_group + 2) for group in range(heads.num_groups)]
+    q = torch.cat([blocks[:, start : start + per_group] for start in starts], dim=1)
+    k = torch.stack([blocks[:, start + per_group] for start in starts], dim=1)
+    v = torch.stack([blocks[:, start + per_group + 1] for start in starts], dim=1)
+    if heads.rotary_base is not None:
+        table = RotaryTable.of(heads.sequences.positions, d, heads.rotary_base)
+        q, k = table.rotate(q), table.rotate(k)
+    return packed_attention(q, k, v, heads.sequences).flatten(1)
+
+
+def transformer(heads: Heads, group: Group, parameters: Parameters, x: torch.Tensor, activation: str) -> torch.Tensor:
+    """[T, H] -> [T, H]."""
+    x = x + attention(heads, group, under(parameters, "self_attention"), x)
+    return x + layer_norm_mlp(group, under(parameters, "layernorm_mlp"), x, activation)
