@@ -35,7 +35,17 @@ ALLOWED: dict[str, set[str]] = {
 }
 # The manager's layer is several modules of the package's top level: names, communicators, shape, reports.
 PART_OF = dict.fromkeys(
-    ("active_shape", "communicator", "default_manager", "explanation", "memory_report", "name_table", "plan", "setup", "statistics"),
+    (
+        "active_shape",
+        "communicator",
+        "default_manager",
+        "explanation",
+        "memory_report",
+        "name_table",
+        "plan",
+        "setup",
+        "statistics",
+    ),
     "manager",
 )
 LIBRARY = set(ALLOWED)

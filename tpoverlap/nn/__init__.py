@@ -1,5 +1,6 @@
 """WHAT USERS CALL: autograd functions and layers."""
 
+from tpoverlap.nn.cross_entropy import vocab_parallel_cross_entropy
 from tpoverlap.nn.functional import all_gather_gemm, bulk_all_gather, bulk_reduce_scatter, gemm_reduce_scatter
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.layer_norm_mlp import LayerNormMLP
@@ -10,6 +11,7 @@ from tpoverlap.nn.replicated import sync_replicated_grads
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.nn.sequences import PackedSequences
 from tpoverlap.nn.transformer_layer import TransformerLayer
+from tpoverlap.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 
 __all__ = [
     "LayerNormLinear",
@@ -19,10 +21,13 @@ __all__ = [
     "PackedSequences",
     "RotaryTable",
     "TransformerLayer",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "all_gather_gemm",
     "bulk_all_gather",
     "bulk_reduce_scatter",
     "checkpoint_context_fn",
     "gemm_reduce_scatter",
     "sync_replicated_grads",
+    "vocab_parallel_cross_entropy",
 ]

@@ -77,7 +77,7 @@ def _on_cuda(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, causal
         out = flash_attn_varlen_func(q, k, v, offsets, offsets, longest, longest, causal=causal, **scales)
     else:
         raise BackendUnavailableError(
-            "attention over packed sequences on CUDA needs torch.nn.attention.varlen (torch 2.10 or later) or flash-attn"
+            "attention over packed sequences on CUDA needs torch.nn.attention.varlen (torch 2.10) or flash-attn"
         )
     assert isinstance(out, Tensor), "without auxiliary outputs the result is one tensor"
     return out

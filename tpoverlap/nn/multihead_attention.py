@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention: column-parallel QKV, attention over packed sequences on local heads, row-parallel projection."""
+"""nn.MultiheadAttention: column-parallel QKV, packed attention on local heads, row-parallel projection."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MultiheadAttention(torch.nn.Module):
     ``proj.bias``                       [H]                      replicated: call `sync_replicated_grads`
     ==================================  =======================  ==================================================
 
-    What hides behind what: QKV as `tpoverlap.nn.column`, the projection as `tpoverlap.nn.row`; nothing beside attention.
+    What hides behind what: QKV as `tpoverlap.nn.column`, projection as `tpoverlap.nn.row`; nothing beside attention.
 
     Args:
         hidden_size: H. num_attention_heads: A. num_gqa_groups: G; None: A.

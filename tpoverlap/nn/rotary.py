@@ -17,13 +17,13 @@ class RotaryTable:
 
     @classmethod
     def of(cls, positions: Tensor, head_dim: int, base: float = 10_000.0) -> RotaryTable:
-        """Angles of ``positions`` [T] (`PackedSequences.positions`): feature pair i turns by position * base^(-2i/d)."""
+        """Angles of ``positions`` [T] (`PackedSequences.positions`): pair i turns by position * base^(-2i/d)."""
         exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
         angles = positions.to(torch.float32)[:, None] * base**-exponent
         return cls(angles.cos()[:, None, :], angles.sin()[:, None, :])
 
     def rotate(self, x: Tensor) -> Tensor:
         """[T, heads, d] -> the same shape and dtype, feature i turned together with feature i + d/2 (as in Llama)."""
-        first, second = x.float().chunk(2, dim=-1)
+        first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(turned, dim=-1).to(x.dtype)

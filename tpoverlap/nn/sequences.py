@@ -19,8 +19,8 @@ class PackedSequences:
     keep it with that tensor, so that a stack of layers does this once a tensor too.
 
     Args:
-        cu_seqlens: first row of each sequence, and T at the end: [0, ..., T], strictly increasing; int32 or int64 on any
-            device, or a list of ints.
+        cu_seqlens: first row of each sequence, and T at the end: [0, ..., T], strictly increasing; int32 or int64 on
+            any device, or a list of ints.
         num_tokens: T.
         device: of the activations.
         max_seqlen: length of the longest sequence. With it nothing waits for the device.
@@ -119,8 +119,8 @@ def _require_offsets(offsets: tuple[int, ...], num_tokens: int) -> int:
             )
     if offsets[-1] != num_tokens:
         raise ActiveShapeError(
-            f"cu_seqlens ends at {offsets[-1]}, but this microbatch has T={num_tokens} tokens: every row must belong to "
-            "a sequence (T is after any context-parallel split)"
+            f"cu_seqlens ends at {offsets[-1]}, but this microbatch has T={num_tokens} tokens: every row must "
+            "belong to a sequence (T is after any context-parallel split)"
         )
     return max(lengths)
 

@@ -10,18 +10,22 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tpoverlap.manager import UserBufferManager
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.layer_norm_mlp import LayerNormMLP
 from tpoverlap.nn.multihead_attention import MultiheadAttention
+from tpoverlap.nn.recompute import checkpoint_context_fn
 from tpoverlap.nn.replicated import sync_replicated_grads
 from tpoverlap.nn.sequences import PackedSequences
 from tpoverlap.nn.transformer_layer import TransformerLayer
 from tpoverlap.testing.conformance import plain, plain_layers
 from tpoverlap.testing.conformance.comparison import Comparison
+from tpoverlap.testing.conformance.microbatches import microbatch_partitions, one_forward_one_backward
 from tpoverlap.testing.conformance.plain_layers import Group
 from tpoverlap.testing.conformance.setting import Setting, said
+from tpoverlap.tokens import TokenPartition
 
 MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -77,9 +81,8 @@ def make_layer(kind: str, manager: UserBufferManager, setting: Setting, **option
     """The layer of a kind, at the sizes of ``setting``."""
     options = {**KINDS[kind], **options}
     if kind.startswith("linear"):
-        return LayerNormLinear(
-            setting.hidden, setting.features * manager.tp_size, manager=manager, ub_name="qkv", **options
-        )
+        named = {"ub_name": "qkv", **options}
+        return LayerNormLinear(setting.hidden, setting.features * manager.tp_size, manager=manager, **named)
     features, size = setting.features * manager.tp_size, manager.tp_size
     if kind.startswith("mlp"):
         return LayerNormMLP(setting.hidden, features, manager=manager, **options)
@@ -93,13 +96,20 @@ class Model:
     """A layer's parameters on all ranks, as leaves of ``dtype``, and its arithmetic in plain torch."""
 
     def __init__(
-        self, kind: str, layer: torch.nn.Module, rank: int, size: int, setting: Setting, dtype: torch.dtype
+        self,
+        kind: str,
+        layer: torch.nn.Module,
+        rank: int,
+        size: int,
+        setting: Setting,
+        dtype: torch.dtype,
+        index: int = 0,
     ) -> None:
         self.kind, self.rank, self.size, self.dtype = kind, rank, size, dtype
         self.replicated = {name for name, _ in layer.named_parameters() if is_replicated(name)}
         self.parameters = {
             name: [
-                _drawn(rank, setting, name, tuple(parameter.shape), 0 if name in self.replicated else q)
+                _drawn(rank, setting, f"{index}.{name}", tuple(parameter.shape), 0 if name in self.replicated else q)
                 .to(dtype)
                 .requires_grad_()
                 for q in range(size)
@@ -189,7 +199,7 @@ def check_layer(
             Model(kind, layer, rank, size, setting, dtype) for dtype in (setting.dtype, setting.reference_dtype)
         )
         load(layer, twin)
-        for turn, partition in enumerate(setting.partitions(size)):
+        for turn, partition in enumerate((*microbatch_partitions(setting, size), TokenPartition.balanced(1, size))):
             comparison.where = f"rank {rank}, {kind} {mode}, T={partition.total} {list(partition.counts)}"
             group = Group(partition, whole, fused_bias=size > 1 and not (mode == "flags_off" or unregistered))
             _clear(layer, twin, reference)
@@ -200,6 +210,70 @@ def check_layer(
             )
             manager.check()
     return comparison.summary()
+
+
+def check_layers_1f1b(
+    rank: int, size: int, setting: Setting, kind: str, mode: str, num_warmup: int, recomputed: bool
+) -> dict[str, Any]:
+    """Two stacked layers that share buffers, four microbatches of different T in flight, gradients added up.
+
+    T is set before each forward and nowhere else, so every backward (and recomputation) runs under a later T.
+    """
+    comparison, options = Comparison(), MODES[mode]
+    partitions = microbatch_partitions(setting, size)
+    with setting.open_manager(rank) as manager:
+        layers = [make_layer(kind, manager, setting, **options) for _ in range(2)]
+        twins, references = (
+            [Model(kind, layer, rank, size, setting, dtype, index) for index, layer in enumerate(layers)]
+            for dtype in (setting.dtype, setting.reference_dtype)
+        )
+        for layer, twin in zip(layers, twins, strict=True):
+            load(layer, twin)
+            _clear(layer)
+        inputs, outputs = {}, {}
+        for phase, index in one_forward_one_backward(len(partitions), num_warmup):
+            partition = partitions[index]
+            own = partition.rows(rank)
+            comparison.where = f"rank {rank}, {kind} {mode}, {phase}{index} of {num_warmup} warm-up, {recomputed}"
+            x = setting.draw(rank, (partition.total, setting.hidden), "x", index)
+            dy = setting.draw(rank, (partition.total, setting.hidden), "dy", index)
+            if phase == "F":
+                manager.set_active_shape(partition)
+                y = inputs[index] = x[own].clone().requires_grad_()
+                for layer in layers:
+                    packed = _packed(kind, partition.total, x.device, index)
+                    y = _forward(layer, y, packed, recomputed=recomputed)
+                outputs[index] = y
+                continue
+            outputs[index].backward(dy[own])
+            (y, dx), (y_high, dx_high) = (
+                _train(models, x, dy, Group(partition, fused_bias=size > 1)) for models in (twins, references)
+            )
+            comparison.close("y", outputs.pop(index), y[own], y_high[own])
+            comparison.close("dx", inputs.pop(index).grad, dx[own], dx_high[own])
+        for layer, twin, reference in zip(layers, twins, references, strict=True):
+            for _ in partitions if options.get("delay_wgrad_compute") else ():
+                layer.backward_dw()  # type: ignore[operator]  # a method of every layer here
+            accumulates = "fuse_wgrad_accumulation" in options
+            _compare_gradients(comparison, layer, twin, reference, Group(partitions[0]), accumulates=accumulates)
+        manager.check()
+    return comparison.summary()
+
+
+def _forward(layer: torch.nn.Module, x: torch.Tensor, packed: tuple[Any, ...], *, recomputed: bool) -> Any:
+    if not recomputed:
+        return layer(x, *packed)
+    return checkpoint(layer, x, *packed, use_reentrant=False, context_fn=checkpoint_context_fn)
+
+
+def _train(models: list[Model], x: torch.Tensor, dy: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = plain.wide(x, models[0].dtype).clone().requires_grad_()
+    y = leaf
+    for model in models:
+        y = model.forward(y, group)[0]
+    y.backward(dy.to(y.dtype))
+    assert leaf.grad is not None, "x trains"
+    return y.detach(), leaf.grad
 
 
 def _clear(layer: torch.nn.Module, *models: Model) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpoverlap as tpo
-from tpoverlap.tools.train.attention import RotaryTable, packed_causal_attention
+from tpoverlap.tools.train.attention import packed_causal_attention, rotary_table
 from tpoverlap.tools.train.packing import PackedBatch
 from tpoverlap.tools.train.weights import ModelConfig, is_replicated, shard
 
@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
             ffn, hidden, bias=False, parallel_mode="row", manager=manager, ub_name="fc2", device=device, dtype=dtype
         )
 
-    def forward(self, x_shard_t: Tensor, batch: PackedBatch, rotary: RotaryTable) -> Tensor:
+    def forward(self, x_shard_t: Tensor, batch: PackedBatch, rotary: tpo.nn.RotaryTable) -> Tensor:
         """x_shard_t [T_r, H]; ``batch`` and ``rotary`` describe all T rows, which attention sees."""
         config = self.config
         h = F.rms_norm(x_shard_t, (config.hidden,), self.attention_norm, config.norm_eps)
@@ -106,7 +106,7 @@ class TensorParallelDecoder(nn.Module):
     def forward(self, batch: PackedBatch, rows: slice) -> Tensor:
         """Logits of ``rows``, this rank's part of ``batch``; [0, V] where it owns none."""
         config = self.config
-        rotary = RotaryTable.of(batch, config.head_dim, config.rope_base)
+        rotary = rotary_table(batch, config.head_dim, config.rope_base)
         x_shard_t = F.embedding(batch.tokens[rows], self.embedding)
         for layer in self.layers:
             x_shard_t = layer(x_shard_t, batch, rotary)

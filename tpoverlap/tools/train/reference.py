@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpoverlap.tools.train.attention import RotaryTable, packed_causal_attention
+from tpoverlap.tools.train.attention import packed_causal_attention, rotary_table
 from tpoverlap.tools.train.batching import StepPlan
 from tpoverlap.tools.train.packing import IGNORED_TARGET, PackedBatch, pack
 from tpoverlap.tools.train.weights import ModelConfig
@@ -30,7 +30,7 @@ class ReferenceDecoder(nn.Module):
     def forward(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V]."""
         w, config = self.named_weights(), self.config
-        rotary = RotaryTable.of(batch, config.head_dim, config.rope_base)
+        rotary = rotary_table(batch, config.head_dim, config.rope_base)
         x = F.embedding(batch.tokens, w["embedding"])
         for i in range(config.layers):
             layer = f"layers.{i}."
