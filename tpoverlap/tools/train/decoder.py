@@ -10,7 +10,7 @@ All layers share the buffers of the four names. Embedding and head are replicate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 import tpoverlap as tpo
 from tpoverlap.tools.train.attention import packed_causal_attention, rotary_table
 from tpoverlap.tools.train.packing import PackedBatch
-from tpoverlap.tools.train.weights import ModelConfig, is_replicated, shard
+from tpoverlap.tools.train.reference import gradients_on_cpu, token_loss_sum
+from tpoverlap.tools.train.weights import ModelConfig, is_replicated, shard, unshard
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
+    from tpoverlap.tokens import TokenPartition
 
 
 class DecoderLayer(nn.Module):
@@ -88,7 +90,7 @@ class TensorParallelDecoder(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.rank = config, rank
         self.embedding = nn.Parameter(torch.empty(config.vocab, config.hidden, device=device, dtype=dtype))
         self.layers = nn.ModuleList(DecoderLayer(config, manager, tp_size, device, dtype) for _ in range(config.layers))
         self.norm = nn.Parameter(torch.empty(config.hidden, device=device, dtype=dtype))
@@ -102,6 +104,21 @@ class TensorParallelDecoder(nn.Module):
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Parameters under the names of `weights.full_weights`."""
         return {name.removesuffix(".weight"): parameter for name, parameter in self.named_parameters()}
+
+    def losses(self, batch: PackedBatch, partition: TokenPartition) -> tuple[Tensor, Tensor]:
+        """(what ``backward`` starts from, this rank's rows' share): both the cross entropies of own rows, nats."""
+        rows = partition.rows(self.rank)
+        loss_sum = token_loss_sum(self(batch, rows), batch.targets[rows])
+        return loss_sum, loss_sum.detach()
+
+    def shard_gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients, float32 on the CPU, under the names of `weights.full_weights`."""
+        return gradients_on_cpu(self.named_weights())
+
+    @staticmethod
+    def unshard(name: str, shards: Sequence[Tensor]) -> Tensor:
+        """All ranks' `shard_gradients` of one name, put together."""
+        return unshard(name, shards)
 
     def forward(self, batch: PackedBatch, rows: slice) -> Tensor:
         """Logits of ``rows``, this rank's part of ``batch``; [0, V] where it owns none."""
