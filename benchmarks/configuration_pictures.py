@@ -2,7 +2,7 @@
 
 python -m benchmarks.configuration_pictures
 
-``methods.png``: when pieces compute and travel, ideal, four ranks, from `tpoverlap.tools.config.timeline`: not measured.
+``methods.png``: pieces that compute and travel, ideal, four ranks, from `tpoverlap.tools.config.timeline`; not measured.
 ``reduce_scatter.png``: measured times from ``benchmarks/results``.
 """
 
