@@ -316,7 +316,9 @@ class UserBufferManager:
             self.require_open()
         if self.channel is not None:
             self.channel.check()
-        overflow = not communicator.fits(partition) and self._overflows(communicator, partition)
+        overflow = False
+        if partition.total > communicator.max_tokens or partition.max_count > communicator.max_rows_per_rank:
+            overflow = self._overflows(communicator, partition)
         chosen, config = self._choose(communicator, (partition.total, overflow, scatter, beside, features))
         communicator.statistics.record(chosen, partition.total, overflow=overflow)
         if overflow and partition != self._logged_overflow:
@@ -342,6 +344,7 @@ class UserBufferManager:
             partition,
             communicator.width,
             self.dtype,
+            overflow or not communicator.registered,
         )
 
     def _choose(self, communicator: CommOverlap, use: OperationUse) -> tuple[str, OverlapConfig]:

@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -87,7 +88,8 @@ class Channel:
         self._sequence = 0
         self._lock = threading.Lock()
         self._turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
-        self._in_flight: dict[int, InFlight] = {}
+        # Not a plain dict: looking for the first entry of one whose first entries were deleted steps over all of them.
+        self._in_flight: OrderedDict[int, InFlight] = OrderedDict()
         self._closed = False
         self._pid = os.getpid()
         self._release_lock = threading.Lock()
@@ -180,23 +182,35 @@ class Channel:
             descriptor = self._next_descriptor(label, partition, dtype, region.index + 1, use)
             return self.transport.new_exchange(self, region, use, descriptor, steps, partition, dtype, caller)
 
-    @contextmanager
-    def announced(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> Iterator[Descriptor]:
+    def announced(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> Announced:
         """An operation without a slot: inside the block, every rank is known (in stream order) to be at it."""
-        with self._turn:
+        return Announced(self, label, partition, dtype)
+
+    def meet(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> tuple[Descriptor, Stream]:
+        """The start of `announced`. In the end come `part` and `leave`."""
+        self._turn.acquire()
+        try:
             with self._lock:
                 self.check()
                 caller = self.transport.caller_stream()
                 descriptor = self._next_descriptor(label, partition, dtype, 0, 0)
             try:
                 self.transport.meet(descriptor, caller)
-                yield descriptor
             except BaseException as error:
-                self.fail(error, descriptor)
-                if self.transport.asynchronous:
-                    self.completed(descriptor, self.transport.finished(caller))
+                self.part(descriptor, caller, error)
                 raise
-            self.completed(descriptor, self.transport.finished(caller))
+        except BaseException:
+            self._turn.release()
+            raise
+        return descriptor, caller
+
+    def part(self, descriptor: Descriptor, caller: Stream, error: BaseException | None) -> None:
+        """The end of `announced`; ``error``: it failed."""
+        if error is not None:
+            self.fail(error, descriptor)
+            if not self.transport.asynchronous:
+                return
+        self.completed(descriptor, self.transport.finished(caller))
 
     def hand_out_slot(self, region_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """View of the slot that the region's next operation uses; its credit then waits for the next-but-one."""
@@ -433,6 +447,28 @@ class Channel:
 
 def _gpu_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
+
+
+class Announced:
+    """`Channel.announced`: a context manager that gives the descriptor."""
+
+    __slots__ = ("_caller", "_channel", "_what", "descriptor")
+
+    def __init__(self, channel: Channel, label: str, partition: TokenPartition, dtype: torch.dtype) -> None:
+        self._channel = channel
+        self._what = label, partition, dtype
+
+    def __enter__(self) -> Descriptor:
+        self.descriptor, self._caller = self._channel.meet(*self._what)
+        return self.descriptor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._channel.part(self.descriptor, self._caller, error)
+        finally:
+            self._channel.leave()
 
 
 @lru_cache(maxsize=64)

@@ -23,9 +23,9 @@ from collections.abc import Callable
 
 import torch
 
-from tpoverlap.comm.copier import EngineCopier
+from tpoverlap.comm.copier import ENGINE
 from tpoverlap.comm.device_signals import DeviceSignals
-from tpoverlap.comm.device_streams import DeviceStream, MarkEvent
+from tpoverlap.comm.device_streams import DeviceStream, MarkEvent, device_stream
 from tpoverlap.comm.exchange import REFRESH_EVERY, Gate, OneSidedExchange
 from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.streams import Event, Stream
@@ -45,8 +45,7 @@ class DeviceExchange(OneSidedExchange):
     def start(self) -> None:
         signals, region, epoch = self.signals, self._region, self._epoch
         self._expected = set()
-        self._ref = region.ref(epoch)
-        self._slot = signals.slot_addresses(region, self._ref.slot)
+        self._slot = signals.slot_addresses(region, epoch % region.depth)
         self._caller_word, self._comm_word, self._caller_count = signals.order_words()
         self._comm_count = self._comm_start = self._caller_count
         self._own_count = 0
@@ -100,7 +99,7 @@ class DeviceExchange(OneSidedExchange):
         self, transfers: tuple[Transfer, ...], source: torch.Tensor, base_row: int, gate: Gate | None
     ) -> None:
         comm, slot, epoch, channel = self._comm, self._slot, self._epoch, self._channel
-        by_engine = isinstance(self.copier, EngineCopier)
+        by_engine = self.copier is ENGINE
         assert source.is_contiguous(), "a copy engine moves contiguous bytes"
         itemsize, slot_bytes = self.dtype.itemsize, self._region.slot_bytes
         source_address = source.data_ptr()
@@ -148,22 +147,26 @@ class DeviceExchange(OneSidedExchange):
 
     def wait_own(self, stream: Stream) -> None:
         if self._own_count:
-            assert isinstance(stream, DeviceStream), f"a device's exchange on {stream!r}"
+            device = device_stream(stream)
             self._comm.flush()
-            stream.wait32(self._comm_word, self._own_count)
-            stream.flush()
+            device.wait32(self._comm_word, self._own_count)
+            device.flush()
 
     def wait(self, step: Step, stream: Stream) -> None:
-        assert isinstance(stream, DeviceStream), f"a device's exchange on {stream!r}"
-        self._comm.flush()
-        if step.peer >= 0 and step.peer not in self._expected:
-            self._expect(step.peer, stream)
+        device = self.caller if stream is self.caller else device_stream(stream)
+        if self._comm.pending:
+            self._comm.flush()
+        expected, peer = self._expected, step.peer
+        if peer >= 0 and peer not in expected:
+            self._expect_on(device, peer)
         arrival_in = self._slot.arrival_in
         for transfer in step.receives:
-            if transfer.source not in self._expected:
-                self._expect(transfer.source, stream)
-            stream.wait32(arrival_in[transfer.source] + 4 * transfer.piece, self._epoch)
-        stream.flush()
+            source = transfer.source
+            if source not in expected:
+                self._expect_on(device, source)
+            device.wait32(arrival_in[source] + 4 * transfer.piece, self._epoch)
+        if device.pending:
+            device.flush()
         if self._channel.trace is not None:
             for transfer in step.receives:
                 self._mark(stream, "arrived", transfer.step)
@@ -171,18 +174,18 @@ class DeviceExchange(OneSidedExchange):
     def wait_entered(self, stream: Stream) -> None:
         self._comm.flush()
         super().wait_entered(stream)
-        _flush(stream)
+        device_stream(stream).flush()
 
     def wait_computed(self, stream: Stream) -> None:
         self._comm.flush()
         super().wait_computed(stream)
-        _flush(stream)
+        device_stream(stream).flush()
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def run(self, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
         self._moved = True
-        if not self._unsent:  # before that, arrivals travel with the next send
+        if not self._unsent and self._comm.pending:  # before that, arrivals travel with the next send
             self._comm.flush()
         channel = self._channel
         if stream is self.caller and channel.trace is None and channel.before_gemm is None and not self.caller.disturb:
@@ -202,16 +205,25 @@ class DeviceExchange(OneSidedExchange):
             self._comm_mark()
         elif self._unsent or self._comm_count == self._comm_start:  # nothing, or not everything, was sent
             self._comm_mark()
-        comm.flush()
-        if len(self._expected) < len(self.signals.peers):
-            self._expect_all(caller)
+        if comm.pending:
+            comm.flush()
+        peers, expected = self.signals.peers, self._expected
+        if len(expected) < len(peers):
+            for peer in peers:
+                if peer not in expected:
+                    self._expect_on(caller, peer)
         caller.wait32(self._comm_word, self._comm_count)
         if self._epoch not in self._region.held:
             self._collect_credits(self._epoch)
         self._end()
 
+    def _expect_on(self, stream: DeviceStream, peer: int) -> None:
+        self._expected.add(peer)
+        self.signals.expect_on(stream, peer, self.descriptor)
+
     def _end(self) -> None:
-        self.finished = self._region.last_reader[self._ref.slot] = self.signals.mark_done(self.caller)
+        region = self._region
+        self.finished = region.last_reader[self._epoch % region.depth] = self.signals.mark_done(self.caller)
         self.caller.flush()
 
     def _fail(self, error: BaseException) -> None:
@@ -231,8 +243,3 @@ class DeviceExchange(OneSidedExchange):
             self._channel.completed(self.descriptor, self.finished)
         except TpOverlapError:
             logger.exception("the driver refused the end of an operation that had failed")
-
-
-def _flush(stream: Stream) -> None:
-    assert isinstance(stream, DeviceStream), f"a device's exchange on {stream!r}"
-    stream.flush()

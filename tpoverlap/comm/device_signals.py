@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tpoverlap.comm.descriptor import Descriptor
-from tpoverlap.comm.device_streams import DeviceStream, MarkEvent
+from tpoverlap.comm.device_streams import DeviceStream, MarkEvent, device_stream
 from tpoverlap.comm.diagnosis import Diagnosis
 from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.region import Region
@@ -127,27 +127,31 @@ class DeviceSignals(Signals):
 
     def publish(self, stream: Stream, peer: int, descriptor: Descriptor) -> None:
         offset = self._layout.descriptor_offset(self._arena.rank, descriptor.sequence)
-        _device(stream).write_pair(self._arena.address(peer) + offset, descriptor.record, descriptor.digest)
+        device_stream(stream).write_pair(self._arena.address(peer) + offset, descriptor.record, descriptor.digest)
 
     def expect(self, stream: Stream, peer: int, descriptor: Descriptor) -> None:
+        self.expect_on(device_stream(stream), peer, descriptor)
+
+    def expect_on(self, stream: DeviceStream, peer: int, descriptor: Descriptor) -> None:
+        """`expect`."""
         offset = descriptor.sequence % self._descriptor_ring * self._descriptor_step
-        _device(stream).wait_pair(self._descriptors_in[peer] + offset, descriptor.record, descriptor.digest)
+        stream.wait_pair(self._descriptors_in[peer] + offset, descriptor.record, descriptor.digest)
 
     def set_arrival(self, stream: Stream, destination: int, ref: SlotRef, piece: int) -> None:
         offset = ref.layout.arrival_offset(ref.region, ref.slot, self._arena.rank, piece)
-        _device(stream).write32(ref.arena.address(destination) + offset, ref.epoch)
+        device_stream(stream).write32(ref.arena.address(destination) + offset, ref.epoch)
 
     def wait_arrival(self, stream: Stream, source: int, ref: SlotRef, piece: int, what: str) -> None:
         offset = ref.layout.arrival_offset(ref.region, ref.slot, source, piece)
-        _device(stream).wait32(ref.arena.address(self._arena.rank) + offset, ref.epoch)
+        device_stream(stream).wait32(ref.arena.address(self._arena.rank) + offset, ref.epoch)
 
     def grant_credit(self, stream: Stream, source: int, ref: SlotRef) -> None:
         offset = ref.layout.credit_offset(ref.region, ref.slot, self._arena.rank)
-        _device(stream).write32(ref.arena.address(source) + offset, ref.epoch)
+        device_stream(stream).write32(ref.arena.address(source) + offset, ref.epoch)
 
     def wait_credit(self, stream: Stream, destination: int, ref: SlotRef, epoch: int, what: str) -> None:
         offset = ref.layout.credit_offset(ref.region, ref.slot, destination)
-        _device(stream).wait32(ref.arena.address(self._arena.rank) + offset, epoch)
+        device_stream(stream).wait32(ref.arena.address(self._arena.rank) + offset, epoch)
 
     # -- for the watchdog ----------------------------------------------------------------------------------------
 
@@ -200,8 +204,3 @@ class DeviceSignals(Signals):
             for peer in range(self._arena.tp_size):
                 index = layout.descriptor_offset(peer, descriptor.sequence) // 8
                 words[index], words[index + 1] = descriptor.record, descriptor.digest
-
-
-def _device(stream: Stream) -> DeviceStream:
-    assert isinstance(stream, DeviceStream), f"device signals on {stream!r}"
-    return stream

@@ -50,21 +50,17 @@ class DeviceEvent(Event):
 class MarkEvent(Event):
     """A word in host memory that ``stream`` writes when it gets there: asking costs no call of the driver."""
 
-    __slots__ = ("_words", "index", "stream", "value")
+    __slots__ = ("_index", "_words", "address", "stream", "value")
 
     def __init__(self, words: HostWords, index: int, value: int, stream: int) -> None:
-        self._words = words
-        self.index = index
+        self._words = words.words
+        self._index = index
+        self.address = words.address + 4 * index
         self.value = value
         self.stream = stream
 
-    @property
-    def address(self) -> int:
-        """Of the word."""
-        return self._words.address + 4 * self.index
-
     def done(self) -> bool:
-        return ((self._words.words[self.index] - self.value) & MASK32) <= _HALF  # `epochs.reached`, without the call
+        return ((self._words[self._index] - self.value) & MASK32) <= _HALF  # `epochs.reached`, without the call
 
 
 class DeviceStream(Stream):
@@ -73,6 +69,7 @@ class DeviceStream(Stream):
     Attributes:
         handle: the driver's.
         driver: it.
+        pending: bytes of what was collected.
         disturb: test hook, called before the stream is given memory operations, a copy or work.
     """
 
@@ -83,7 +80,7 @@ class DeviceStream(Stream):
         self.disturb: Callable[[], None] | None = None
         self._operations = MemoryOperations()
         self._buffer = self._operations.buffer
-        self._offset = 0
+        self.pending = 0
 
     @classmethod
     def create(cls, label: str, driver: DeviceDriver, *, high_priority: bool) -> DeviceStream:
@@ -94,47 +91,47 @@ class DeviceStream(Stream):
 
     def write32(self, address: int, value: int) -> None:
         """Collect: the word at ``address`` becomes ``value`` (mod 2**32), after a fence at system scope."""
-        offset = self._offset
+        offset = self.pending
         if offset >= _FULL:
             self.flush()
             offset = 0
         _pack(self._buffer, offset, WRITE_32, address, value & MASK32, WRITE_ORDERED, 0)
-        self._offset = offset + OPERATION_BYTES
+        self.pending = offset + OPERATION_BYTES
 
     def wait32(self, address: int, value: int) -> None:
         """Collect: wait until the word at ``address`` has cyclically reached ``value``."""
-        offset = self._offset
+        offset = self.pending
         if offset >= _FULL:
             self.flush()
             offset = 0
         _pack(self._buffer, offset, WAIT_32, address, value & MASK32, WAIT_GEQ, 0)
-        self._offset = offset + OPERATION_BYTES
+        self.pending = offset + OPERATION_BYTES
 
     def write_pair(self, address: int, first: int, second: int) -> None:
         """Collect: the 64-bit word at ``address + 8`` becomes ``second``, then that at ``address`` ``first``."""
-        offset = self._offset
+        offset = self.pending
         if offset >= _FULL:
             self.flush()
             offset = 0
         _pack(self._buffer, offset, WRITE_64, address + 8, second, WRITE_ORDERED, 0)
         _pack(self._buffer, offset + OPERATION_BYTES, WRITE_64, address, first, WRITE_ORDERED, 0)
-        self._offset = offset + 2 * OPERATION_BYTES
+        self.pending = offset + 2 * OPERATION_BYTES
 
     def wait_pair(self, address: int, first: int, second: int) -> None:
         """Collect: wait until the words that `write_pair` writes are equal to ``first`` and ``second``."""
-        offset = self._offset
+        offset = self.pending
         if offset >= _FULL:
             self.flush()
             offset = 0
         _pack(self._buffer, offset, WAIT_64, address, first, WAIT_EQ, 0)
         _pack(self._buffer, offset + OPERATION_BYTES, WAIT_64, address + 8, second, WAIT_EQ, 0)
-        self._offset = offset + 2 * OPERATION_BYTES
+        self.pending = offset + 2 * OPERATION_BYTES
 
     def flush(self) -> None:
         """Hand what was collected to the driver."""
-        offset = self._offset
+        offset = self.pending
         if offset:
-            self._offset = 0
+            self.pending = 0
             if self.disturb is not None:
                 self.disturb()
             operations = self._operations
@@ -158,7 +155,8 @@ class DeviceStream(Stream):
 
     def copy_bytes(self, target: int, source: int, size_bytes: int) -> None:
         """Copy device memory, by copy engine."""
-        self.flush()
+        if self.pending:
+            self.flush()
         if self.disturb is not None:
             self.disturb()
         self.driver.copy(self.handle, target, source, size_bytes)
@@ -200,3 +198,9 @@ class CallerDeviceStream(DeviceStream):
     def current(self) -> AbstractContextManager[object]:
         self.flush()
         return nullcontext()
+
+
+def device_stream(stream: Stream) -> DeviceStream:
+    """``stream``, which is one: an exchange or signals of a device meet no other."""
+    assert isinstance(stream, DeviceStream), f"a device's work on {stream!r}"
+    return stream

@@ -165,20 +165,17 @@ class Exchange(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
-                self._finish_or_fail()
-                self._channel.completed(self.descriptor, self.finished)
-            else:
+            if error is not None:
                 self._fail(error)
+                return
+            try:
+                self._finish()
+            except BaseException as failure:
+                self._fail(failure)
+                raise
+            self._channel.completed(self.descriptor, self.finished)
         finally:
             self._channel.leave()
-
-    def _finish_or_fail(self) -> None:
-        try:
-            self._finish()
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     def _fail(self, error: BaseException) -> None:
         self._channel.fail(error, self.descriptor)
@@ -218,13 +215,15 @@ class OneSidedExchange(Exchange):
 
     signals: Signals
     _expected: set[int]
-    _ref: SlotRef
+
+    @property
+    def _ref(self) -> SlotRef:
+        return self._region.ref(self._epoch)
 
     def start(self) -> None:
         self._expected = set()
         signals, comm = self.signals, self._comm
-        region, ref = self._region, self._region.ref(self._epoch)
-        self._ref = ref
+        region = self._region
         previous = self._epoch - region.depth
         if previous in region.held:
             region.held.discard(previous)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.device_exchange import DeviceExchange
 from tpoverlap.comm.device_signals import DeviceSignals
-from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream
+from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, device_stream
 from tpoverlap.comm.diagnosis import Diagnosis
 from tpoverlap.comm.exchange import Exchange, OneSidedExchange
 from tpoverlap.comm.fault import Fault
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
 _CALLERS = 64
+_SPINS = 200
 
 
 class Transport(ABC):
@@ -90,7 +92,7 @@ class Transport(ABC):
 
     @abstractmethod
     def meet(self, descriptor: Descriptor, caller: Stream) -> None:
-        """Publish ``descriptor`` and, in ``caller``'s order, wait for and compare every peer's."""
+        """Publish ``descriptor``, wait for every peer's and compare. Returns when all ranks are at it."""
 
     def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:  # noqa: B027  (not every transport cares)
         """A further arena was allocated."""
@@ -118,6 +120,14 @@ class Transport(ABC):
         """Local; after the streams were closed."""
         if self.driver is not None:
             self.driver.close()
+
+
+def wait_on_host(event: Event) -> None:
+    """Wait until ``event`` is over. The watchdog bounds it: it releases the streams at the time-out."""
+    turns = 0
+    while not event.done():
+        turns += 1
+        time.sleep(0 if turns < _SPINS else 5e-5)
 
 
 def require_peers(transport: Transport, descriptor: Descriptor) -> None:
@@ -210,19 +220,19 @@ class DeviceTransport(OneSidedTransport):
         return exchange
 
     def meet(self, descriptor: Descriptor, caller: Stream) -> None:
-        assert isinstance(caller, DeviceStream), f"a device's transport on {caller!r}"
-        self.signals.publish_all(caller, descriptor)
+        stream = device_stream(caller)
+        self.signals.publish_all(stream, descriptor)
         for peer in self._peers:
-            self.signals.expect(caller, peer, descriptor)
-        caller.flush()
+            self.signals.expect_on(stream, peer, descriptor)
+        stream.flush()
         if self._simulated:  # the collective that follows blocks the host
             self.fault.check()
             require_peers(self, descriptor)
 
     def finished(self, caller: Stream) -> Event | None:
-        assert isinstance(caller, DeviceStream), f"a device's transport on {caller!r}"
-        event = self.signals.mark_done(caller)
-        caller.flush()
+        stream = device_stream(caller)
+        event = self.signals.mark_done(stream)
+        stream.flush()
         return event
 
 

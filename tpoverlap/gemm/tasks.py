@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class RowGemm:
     """Rows in, the same rows of every output out: what an all-gather feeds chunk by chunk.
 
@@ -45,7 +45,7 @@ class RowGemm:
                 torch.addmm(bias, x, matrix, out=target)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class PartialGemm:
     """This rank's partial sum of a [T, N] output, any rows or columns of it: what a reduce-scatter drains.
 

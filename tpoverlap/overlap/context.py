@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class OperationContext(NamedTuple):
+@dataclass(slots=True, eq=False)  # not frozen: one is made an operation, and that takes several times as long
+class OperationContext:
     """One operation: where it communicates, by which method, over which partition.
 
     Attributes:
@@ -34,6 +36,8 @@ class OperationContext(NamedTuple):
         name: GEMM name, for labels, traces and errors.
         region: "ag", "rs" or the name's own region.
         width: H, columns of the communicated activation.
+        plain: no registered buffer takes it (T above the capacity, or a name without one): sequential, on the group's
+            own collectives.
     """
 
     channel: Channel | None
@@ -46,6 +50,12 @@ class OperationContext(NamedTuple):
     partition: TokenPartition
     width: int
     dtype: torch.dtype
+    plain: bool = False
+
+    @property
+    def uses_buffers(self) -> bool:
+        """Whether ``sequential`` goes through the registered buffers, too."""
+        return not self.plain and self.channel is not None and self.channel.backend.one_sided
 
     @property
     def own_rows(self) -> slice:
@@ -88,14 +98,9 @@ class OperationContext(NamedTuple):
             exchange.copier = copier
         return exchange
 
-    @property
-    def has_range(self) -> bool:
-        """Whether a profiler listens: making a range that nobody reads costs as much as a launch."""
-        return self.channel is not None and self.channel.ranges
-
     def nvtx_range(self, direction: str) -> AbstractContextManager[object]:
         """A profiler range that is named by GEMM, direction, method and T, where somebody listens."""
-        if not self.has_range:
+        if self.channel is None or not self.channel.ranges:  # a range that nobody reads costs as much as a launch
             return nullcontext()
         return torch.cuda.nvtx.range(f"{self.label(direction)} T={self.partition.total}")
 

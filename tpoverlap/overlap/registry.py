@@ -43,7 +43,8 @@ def gather_then_gemm(
         gemm: computes rows of the outputs from rows of the gathered activation.
         read_gathered: also called with the gathered [T, H]; what it gets may be a view that is overwritten later.
     """
-    if not context.has_range:
+    channel = context.channel
+    if channel is None or not channel.ranges:
         GATHER_METHODS[context.method](context, x_shard_t, gemm, read_gathered)
         return
     with context.nvtx_range("all-gather"):
@@ -52,7 +53,8 @@ def gather_then_gemm(
 
 def gemm_then_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
     """GEMM + reduce-scatter into ``out`` [T_r, N]."""
-    if not context.has_range:
+    channel = context.channel
+    if channel is None or not channel.ranges:
         SCATTER_METHODS[context.method](context, gemm, out)
         return
     with context.nvtx_range("reduce-scatter"):
@@ -93,8 +95,10 @@ class _DoneGather:
 def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> Iterator[bulk.PendingGather | _DoneGather]:
     """An all-gather under way: run other operations inside the block, then ``read`` the gathered [T, H]."""
     with context.nvtx_range("all-gather"):
-        if context.method == "bulk":
-            with bulk.PendingGather(context, x_shard_t) as pending:
-                yield pending
+        if context.method == "sequential" and not context.uses_buffers:
+            yield _DoneGather(sequential.gather_plainly(context, x_shard_t))
         else:
-            yield _DoneGather(sequential.gather(context, x_shard_t))
+            with bulk.PendingGather(context, x_shard_t) as pending:
+                if context.method == "sequential":
+                    pending.wait()
+                yield pending

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tpoverlap.comm import Exchange, sum_in_rank_order
@@ -19,4 +21,4 @@ def reduce_blocks(exchange: Exchange, own_partial: torch.Tensor, out: torch.Tens
         return
     received = exchange.view(0, (exchange.tp_size - 1, count, width)).unbind(0)
     blocks = [*received[: exchange.rank], own_partial, *received[exchange.rank :]]
-    exchange.run(exchange.caller, lambda: sum_in_rank_order(blocks, out), "reduce")
+    exchange.run(exchange.caller, partial(sum_in_rank_order, blocks, out), "reduce")
