@@ -2,7 +2,7 @@
 
 python -m benchmarks.configuration_pictures
 
-``methods.png``: pieces that compute and travel, ideal, four ranks, from `tpoverlap.tools.config.timeline`; not measured.
+``methods.png``: pieces that compute and travel, ideal, R = 4, from `tpoverlap.tools.config.timeline`; not measured.
 ``reduce_scatter.png``: measured times from ``benchmarks/results``.
 """
 
