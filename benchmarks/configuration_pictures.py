@@ -2,7 +2,7 @@
 
 python -m benchmarks.configuration_pictures
 
-``methods.png``: when pieces compute and travel, ideal, four ranks, by `tpoverlap.tools.config.timeline`: not measured.
+``methods.png``: pieces that compute and travel, ideal, R = 4, from `tpoverlap.tools.config.timeline`; not measured.
 ``reduce_scatter.png``: measured times from ``benchmarks/results``.
 """
 
@@ -56,8 +56,7 @@ def methods(path: Path) -> None:
             text = {"=": "all", ">": "all"}.get(span.label, span.label)
             middle = 0.5 * (span.start + span.end)
             axes.text(middle, row + offset, text, ha="center", va="center", fontsize=7, color="white")
-        exposed = f"exposed {100 * drawn.exposed / GEMM:.0f} %"
-        axes.text(drawn.total + 0.01, row + 0.18, exposed, va="center", fontsize=8)
+        axes.text(drawn.total + 0.01, row + 0.18, f"exposed {100 * drawn.exposed / GEMM:.0f} %", va="center", size=8)
     axes.axvline(GEMM, color="black", linewidth=1)
     axes.set_yticks([row + 0.18 for row in range(len(METHODS))], [label for _, label, _ in METHODS])
     axes.invert_yaxis()

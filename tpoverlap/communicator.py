@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,6 +74,7 @@ class CommOverlap:
         self.choices: dict[OperationUse, tuple[str, OverlapConfig]] = {}
         self.chosen_for = config
         self._own_shape: tuple[int, TokenPartition] | None = None
+        self._overridden: CommOverlap | None = None
         self.scatter_staging: torch.Tensor | None = None
 
     def __repr__(self) -> str:
@@ -83,6 +85,18 @@ class CommOverlap:
     def __deepcopy__(self, memo: dict[int, object]) -> CommOverlap:
         """The same one: it belongs to the manager, which a copied model shares."""
         return self
+
+    def with_config(self, config: OverlapConfig) -> CommOverlap:
+        """The same name, regions, shape and counters under other options: for one layer whose flags say so."""
+        other = copy.copy(self)
+        other.config, other._overridden = config, self
+        other.choices, other.chosen_for = {}, config
+        return other
+
+    @property
+    def overrides(self) -> bool:
+        """Whether a layer's flags, and not the manager's configuration, gave it its options."""
+        return self._overridden is not None
 
     @property
     def is_reduce_scatter(self) -> bool:
@@ -106,6 +120,8 @@ class CommOverlap:
     @property
     def partition(self) -> TokenPartition | None:
         """This name's own partition if it was set since the manager's, else the manager's; None: infer."""
+        if self._overridden is not None:
+            return self._overridden.partition
         if self._own_shape is not None and self._own_shape[0] == self.manager.active.version:
             return self._own_shape[1]
         return self.manager.active.partition

@@ -87,7 +87,7 @@ class MethodTables:
         Args:
             features: of the sharded side of the GEMM on this rank; None: unknown.
         """
-        if features is None or self.evidence.is_empty:
+        if features is None or self.evidence.is_empty or communicator.overrides:
             return None
         key = (communicator.name, scatter, beside, features)
         if key not in self._found:
@@ -108,12 +108,12 @@ class MethodTables:
         return choose(
             communicator.config,
             name=communicator.name,
-            config_source=self._config.source(communicator.name),
+            config_source="layer" if communicator.overrides else self._config.source(communicator.name),
             tp_size=self._tp_size,
             num_tokens=num_tokens,
             max_tokens=communicator.max_tokens,
             overflow=overflow,
-            planned_method=self._planned.get(communicator.name),
+            planned_method=None if communicator.overrides else self._planned.get(communicator.name),
             by_tokens=by_tokens,
         )
 
