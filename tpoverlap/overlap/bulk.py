@@ -43,16 +43,21 @@ class PendingGather:
         self._exchange.wait_own(self._exchange.caller)
         self._waited = True
 
+    @property
+    def whole(self) -> torch.Tensor:
+        """The gathered [T, H], once it was waited for: a view of the slot, not valid after leaving."""
+        return self._exchange.view(0, (self._context.partition.total, self._context.width))
+
     def run_beside(self, work: Work) -> None:
         """An independent GEMM, on the caller's stream."""
         self._exchange.run(self._exchange.caller, work, "gemm", 0)
 
     def read(self, read_gathered: ReadGathered) -> None:
         """Call ``read_gathered`` with the gathered [T, H]: a view of the slot, not valid after leaving."""
-        exchange, context = self._exchange, self._context
+        exchange = self._exchange
         if not self._waited:
             self.wait()
-        whole = exchange.view(0, (context.partition.total, context.width))
+        whole = self.whole
         exchange.run(exchange.caller, lambda: read_gathered(whole), "read")
 
     def __exit__(self, *exception: object) -> None:
@@ -66,13 +71,12 @@ def all_gather(context: OperationContext, x_shard_t: torch.Tensor, work: Work, r
         gather.read(read_gathered)
 
 
-def reduce_scatter(context: OperationContext, partial: torch.Tensor, work: Work | None, out: torch.Tensor) -> None:
-    """Reduce-scatter ``partial`` [T, H] beside ``work``, if any. See `tpoverlap.overlap.registry.scatter_beside`."""
+def reduce_scatter(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> None:
+    """Reduce-scatter ``partial`` [T, H] beside ``work``. See `tpoverlap.overlap.registry.scatter_beside`."""
     with context.open_scatter() as exchange:
         for step in exchange.steps:
             exchange.send(step, partial, 0)
-        if work is not None:
-            exchange.run(exchange.caller, work, "gemm", 0)
+        exchange.run(exchange.caller, work, "gemm", 0)
         for step in exchange.steps:
             exchange.wait(step, exchange.caller)
         reduce_blocks(exchange, partial[context.own_rows], out)

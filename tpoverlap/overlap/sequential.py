@@ -23,6 +23,7 @@ from tpoverlap.comm import Channel, all_gather_rows, reduce_scatter_rows
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap import bulk
 from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.scatter import reduce_blocks
 
 Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
@@ -49,7 +50,7 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
     if channel is None:
         reduce_scatter_rows(summands, partition, context.group, out)
     elif context.uses_buffers:
-        bulk.reduce_scatter(context, summands, None, out)
+        _through_buffers(context, summands, lambda: None, out)
     else:
         _mark(channel, "wait")
         with channel.announced(context.label("reduce-scatter"), partition, context.dtype) as descriptor:
@@ -71,23 +72,41 @@ def all_gather(
     context: OperationContext, x_shard_t: torch.Tensor, gemm: RowGemm, read_gathered: ReadGathered | None
 ) -> None:
     """See `tpoverlap.overlap.registry.gather_then_gemm`."""
-
-    def multiply(gathered: torch.Tensor) -> None:
+    if context.uses_buffers:
+        with bulk.PendingGather(context, x_shard_t) as gather:
+            gather.wait()
+            gather.run_beside(lambda: gemm.rows(gather.whole, 0))  # beside nothing any more
+            if read_gathered is not None:
+                gather.read(read_gathered)
+    else:
+        gathered = gather_plainly(context, x_shard_t)
         gemm.rows(gathered, 0)
         if read_gathered is not None:
             read_gathered(gathered)
-
-    if context.uses_buffers:
-        with bulk.PendingGather(context, x_shard_t) as gather:
-            gather.read(multiply)
-    else:
-        multiply(gather_plainly(context, x_shard_t))
 
 
 def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
     """See `tpoverlap.overlap.registry.gemm_then_scatter`."""
     summands = gemm.empty(context.partition.total, gemm.width)
-    gemm.rows(0, context.partition.total, summands)
-    if gemm.bias is not None:
-        summands[context.own_rows].add_(gemm.bias)
-    scatter(context, summands, out)
+
+    def multiply() -> None:
+        gemm.rows(0, context.partition.total, summands)
+        if gemm.bias is not None:
+            summands[context.own_rows].add_(gemm.bias)
+
+    if context.uses_buffers:
+        _through_buffers(context, summands, multiply, out)
+    else:
+        multiply()
+        scatter(context, summands, out)
+
+
+def _through_buffers(context: OperationContext, summands: torch.Tensor, multiply: Work, out: torch.Tensor) -> None:
+    """Compute ``summands``, then send all of them, then add."""
+    with context.open_scatter() as exchange:
+        exchange.run(exchange.caller, multiply, "gemm", 0)
+        for step in exchange.steps:
+            exchange.send(step, summands, 0)
+        for step in exchange.steps:
+            exchange.wait(step, exchange.caller)
+        reduce_blocks(exchange, summands[context.own_rows], out)
