@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,6 +68,8 @@ class CommOverlap:
         self.statistics = NameStatistics(max_tokens)
         self._own_shape: tuple[int, TokenPartition] | None = None
         self.scatter_staging: torch.Tensor | None = None
+        self.is_quantised = False
+        self._quantised: CommOverlap | None = None
 
     def __repr__(self) -> str:
         return (
@@ -76,6 +79,18 @@ class CommOverlap:
     def __deepcopy__(self, memo: dict[int, object]) -> CommOverlap:
         """The same one: it belongs to the manager, which a copied model shares."""
         return self
+
+    def as_quantised(self) -> CommOverlap:
+        """The same name, options, regions and counters with a buffer of FP8 rows and an active shape of its own."""
+        if self._quantised is None:
+            self._quantised = copy.copy(self)
+            self._quantised.is_quantised = True
+        return self._quantised
+
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        """Of `get_buffer`: the manager's dtype, or uint8 (as in Transformer Engine) for FP8 rows."""
+        return torch.uint8 if self.is_quantised else self.manager.dtype
 
     @property
     def is_reduce_scatter(self) -> bool:
@@ -133,7 +148,7 @@ class CommOverlap:
             if self.scatter_staging is None:
                 manager = self.manager
                 self.scatter_staging = torch.empty(
-                    self.max_tokens, self.width, dtype=manager.dtype, device=manager.device
+                    self.max_tokens, self.width, dtype=self.buffer_dtype, device=manager.device
                 )
             return self.scatter_staging[rows]
         return self.manager.next_gather_slot(self, partition)[rows]

@@ -18,10 +18,11 @@ from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import Decision, choose, method_for_use
 from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError
 from tpoverlap.explanation import explanation
-from tpoverlap.memory import select_backend
-from tpoverlap.memory_report import default_max_rows, report_memory, standard_regions
+from tpoverlap.memory import RegionSpec, select_backend
+from tpoverlap.memory_report import default_max_rows, report_memory, scales_region, standard_regions
 from tpoverlap.name_table import NameTable
 from tpoverlap.overlap import OperationContext, possible_labels
+from tpoverlap.overlap.fp8 import possible_names
 from tpoverlap.plan import make_plan, pinned_methods
 from tpoverlap.setup import (
     BACKENDS,
@@ -31,9 +32,9 @@ from tpoverlap.setup import (
     Settings,
     parse_capacity,
     parse_max_rows,
+    parse_modes,
     require_agreement,
     require_choice,
-    require_unquantised,
     resolve_device,
     resolve_group,
     resolve_timeout,
@@ -64,7 +65,8 @@ class UserBufferManager:
         dtype: of the communicated activation: bfloat16, float16 or float32.
         device: None: the current GPU if there is one, else the CPU.
         ub_cfgs: options by GEMM name (mapping or YAML file), see docs/configuration.md.
-        quantization_modes: only ``None`` / "none" in this release (no FP8 yet).
+        quantization_modes: NONE, FP8 or both, by name or as `te.UserBufferQuantizationMode`; None: NONE. With FP8,
+            layers that have an `Fp8State` move FP8 rows through the same regions; other layers go on as they did.
         backend: "auto", "cuda", "shared" or "process_group".
         timeout_s: bound of every wait for a peer; None: the group's own time-out.
         on_overflow: "error", or "sequential" to run a T above C on the plain collectives.
@@ -102,9 +104,9 @@ class UserBufferManager:
             require_choice("dtype", dtype, DTYPES)
             require_choice("backend", backend, BACKENDS)
             require_choice("on_overflow", on_overflow, OVERFLOW_MODES)
-            require_unquantised(quantization_modes)
+            self.quantization_modes = parse_modes(quantization_modes, self.device)
             self.max_rows_per_rank = parse_max_rows(max_rows_per_rank, self.capacity_shape[0], self.tp_size)
-            config = resolve(ub_cfgs, self.tp_size)
+            config = resolve(ub_cfgs, self.tp_size, fp8=self.has_fp8)
             self._pinned = pinned_methods(plan, self.tp_size, config)
             settings = Settings(
                 self.capacity_shape,
@@ -116,6 +118,7 @@ class UserBufferManager:
                 self.max_rows_per_rank,
                 config.digest,
                 str(sorted(self._pinned.items())),
+                self.quantization_modes,
             )
         except Exception as error:  # of any kind: the other ranks are about to wait for this one
             settings = error
@@ -137,12 +140,21 @@ class UserBufferManager:
         choice = select_backend(backend, self.group, self.device)
         self.backend_name, self.backend_reason = choice.backend.name, choice.reason
         capacity_tokens, width = self.capacity_shape
-        regions = standard_regions(capacity_tokens, width, self.dtype.itemsize, self.tp_size, self.max_rows_per_rank)
+        regions: tuple[RegionSpec, ...] = standard_regions(
+            capacity_tokens, width, self.dtype.itemsize, self.tp_size, self.max_rows_per_rank
+        )
+        if self.has_fp8:
+            regions = (*regions, scales_region(capacity_tokens, self.tp_size))
         streams = max((c.config.num_max_streams for c in self._names if c.config.method == "pipeline"), default=0)
         streams = max(streams, 3 if "pipeline" in self._pinned.values() else 0)
         self.channel = Channel(choice.backend, regions, self.timeout_s, streams)
         self.channel.diagnosis.know_possible(
-            lambda: (label for one in self._names for label in possible_labels(one.name, one.config))
+            lambda: (
+                label
+                for one in self._names
+                for name in (possible_names(one.name) if self.has_fp8 else (one.name,))
+                for label in possible_labels(name, one.config)
+            )
         )
 
     def _log_setup(self) -> None:
@@ -258,10 +270,30 @@ class UserBufferManager:
 
     # -- names ---------------------------------------------------------------------------------------------------
 
-    def get(self, name: str) -> CommOverlap:
-        """The communicator of a GEMM name. Raises ConfigError, listing the names there are."""
+    def get(self, name: str, *, quantised: bool = False) -> CommOverlap:
+        """The communicator of a GEMM name; ``quantised``: the one whose buffer holds FP8 rows.
+
+        Raises:
+            ConfigError: no such name (the message lists those there are), or no FP8 mode.
+        """
         self.require_open()
-        return self._names.get(name)
+        if not quantised:
+            return self._names.get(name)
+        self.require_fp8(name)
+        return self._names.get(name).as_quantised()
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether FP8 is among ``quantization_modes``."""
+        return "fp8" in self.quantization_modes
+
+    def require_fp8(self, name: str) -> None:
+        """Raise ConfigError unless FP8 is among ``quantization_modes``."""
+        if not self.has_fp8:
+            raise ConfigError(
+                f"{name}: FP8 was asked for, but this manager has quantization_modes={list(self.quantization_modes)}; "
+                "create it with quantization_modes=['none', 'fp8']"
+            )
 
     def layer(self, name: str, *, row: bool | None = None) -> LayerCommunicators:
         """The communicators of a layer: what ``all_gather_gemm`` and ``gemm_reduce_scatter`` take.
@@ -358,7 +390,8 @@ class UserBufferManager:
         self.require_open()
         if self.channel is None:
             raise ConfigError("R = 1 has no communication buffer")
-        return self.channel.hand_out_slot(communicator.gather_region, (partition.total, communicator.width), self.dtype)
+        shape = (partition.total, communicator.width)
+        return self.channel.hand_out_slot(communicator.gather_region, shape, communicator.buffer_dtype)
 
     # -- reports -------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,10 @@ import torch
 
 from tpoverlap.communicator import CommOverlap, Communicators
 from tpoverlap.errors import ActiveShapeError
+from tpoverlap.gemm.fp8 import Fp8State
 from tpoverlap.nn.bulk import BulkAllGather, BulkReduceScatter
 from tpoverlap.nn.column import ColumnLinear
+from tpoverlap.nn.fp8 import Fp8ColumnLinear, Fp8RowLinear, require_fp8_gemm
 from tpoverlap.nn.inputs import (
     as_layer,
     full_partition,
@@ -32,6 +34,7 @@ def all_gather_gemm(
     bias: Bias = None,
     partition: TokenPartition | None = None,
     return_gathered: bool = False,
+    fp8: Fp8State | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Y = all_gather(x_shard_t) @ weight.T + bias, with the gather hidden behind the GEMM. Differentiable.
 
@@ -42,13 +45,14 @@ def all_gather_gemm(
         bias: [N], or one (or None) a weight.
         partition: rows of each rank; None: the active shape, else T = R * T_r.
         return_gathered: also return the gathered x, an ordinary differentiable [T, K] tensor.
+        fp8: this layer's FP8 state: the gather then moves FP8 rows, and all its GEMMs run in FP8 (`tpoverlap.nn.fp8`).
 
     Returns:
         [T, N]; a tuple of them for several weights; the gathered x comes last if asked for.
 
     Raises:
         ActiveShapeError: a tensor contradicts the active shape, the registered width, the dtype or the device.
-        CapacityError: T does not fit. ConfigError: ``comm`` is for reduce-scatter.
+        CapacityError: T does not fit. ConfigError: ``comm`` is for reduce-scatter, or FP8 is not to be had here.
         RankMismatchError, PeerTimeoutError: see docs/protocol.md.
     """
     layer = as_layer(comm, row=False)
@@ -63,9 +67,14 @@ def all_gather_gemm(
     require_matmul(layer.fprop, x_shard_t, weights)
     for one_weight, one_bias in zip(weights, biases, strict=True):
         _require_bias(layer.name, one_weight, one_bias)
-    outputs: tuple[torch.Tensor, ...] = _apply(
-        ColumnLinear, layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases
-    )
+    outputs: tuple[torch.Tensor, ...]
+    if fp8 is None:
+        outputs = _apply(ColumnLinear, layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases)
+    else:
+        require_fp8_gemm(layer, fp8, x_shard_t, weights)
+        outputs = _apply(
+            Fp8ColumnLinear, layer, resolved, return_gathered, fp8, x_shard_t, len(weights), *weights, *biases
+        )
     return outputs[0] if isinstance(weight, torch.Tensor) and not return_gathered else outputs
 
 
@@ -75,6 +84,7 @@ def gemm_reduce_scatter(
     comm: Communicators,
     bias: torch.Tensor | None = None,
     partition: TokenPartition | None = None,
+    fp8: Fp8State | None = None,
 ) -> torch.Tensor:
     """y_shard = reduce_scatter(x @ weight.T) + bias, with the scatter hidden behind the GEMM. Differentiable.
 
@@ -85,6 +95,8 @@ def gemm_reduce_scatter(
         bias: [N], added once by the rank that owns the row. Its gradient covers own rows only: see
             `sync_replicated_grads`.
         partition: rows of each rank; None: the active shape, else balanced.
+        fp8: this layer's FP8 state: all its GEMMs run in FP8, backward gathers FP8 rows, and with ``fp8_buf`` in the
+            configuration the reduce-scatter moves FP8 rows, too.
 
     Returns:
         [T_r, N]: float32 sum in rank order of partial sums rounded once, rounded once.
@@ -97,7 +109,12 @@ def gemm_reduce_scatter(
     require_matmul(layer.fprop, x, [weight])
     require_output_width(layer.fprop, weight.shape[0])
     _require_bias(layer.name, weight, bias)
-    result: torch.Tensor = _apply(RowLinear, layer, resolved, x, weight, bias)
+    result: torch.Tensor
+    if fp8 is None:
+        result = _apply(RowLinear, layer, resolved, x, weight, bias)
+    else:
+        require_fp8_gemm(layer, fp8, x, [weight])
+        result = _apply(Fp8RowLinear, layer, resolved, fp8, x, weight, bias)
     return result
 
 

@@ -19,6 +19,7 @@ from tpoverlap.comm import (
     reduce_scatter_schedule,
 )
 from tpoverlap.config import OverlapConfig
+from tpoverlap.gemm.fp8 import SCALE_BYTES
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class OperationContext:
         name: GEMM name, for labels, traces and errors.
         region: "ag", "rs" or the name's own region.
         width: H, columns of the communicated activation.
+        dtype: of what moves; uint8 for FP8 rows.
+        column_granule: pipeline cuts columns in multiples of it (FP8 GEMMs want 16).
+        packed_format: reduce-scatter: the FP8 dtype of the rows that move, each with its scale behind it; else None.
     """
 
     channel: Channel | None
@@ -47,6 +51,8 @@ class OperationContext:
     partition: TokenPartition
     width: int
     dtype: torch.dtype
+    column_granule: int = 1
+    packed_format: torch.dtype | None = None
 
     @property
     def own_rows(self) -> slice:
@@ -63,10 +69,13 @@ class OperationContext:
 
     def open_scatter(self, max_piece_rows: int | None = None) -> Exchange:
         """Start a reduce-scatter on this operation's region, its chunks cut into pieces of at most that many rows."""
+        trailer = 0 if self.packed_format is None else SCALE_BYTES
         if self.method == "pipeline":
-            steps = pipeline_schedule(self.partition, self.width, self.rank, self.config.num_splits)
+            steps = pipeline_schedule(
+                self.partition, self.width, self.rank, self.config.num_splits, self.column_granule, trailer
+            )
         else:
-            steps = reduce_scatter_schedule(self.partition, self.width, self.rank, max_piece_rows)
+            steps = reduce_scatter_schedule(self.partition, self.width + trailer, self.rank, max_piece_rows)
         return self._open("reduce-scatter", steps)
 
     def _open(self, direction: str, steps: tuple[Step, ...]) -> Exchange:

@@ -89,4 +89,4 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         exchange.run(exchange.caller, lambda: gemm.rows(own.start, own.stop, summand[own], owned=True), "gemm", 0)
         for step in exchange.steps:
             exchange.wait(step, exchange.caller)
-        reduce_blocks(exchange, summand[own], out)
+        reduce_blocks(exchange, summand[own], out, context.packed_format)

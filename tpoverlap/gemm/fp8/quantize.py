@@ -95,6 +95,7 @@ def scale_of(
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor:
     """``x`` [rows, columns] in format ``dtype`` under ``scale`` ([1, 1] or [rows, 1])."""
     most = torch.finfo(dtype).max
+    x = x.contiguous()  # or the bytes would inherit its strides
     scaled = (x.float() / scale).clamp_(-most, most)
     scaled.add_(x - x)  # 0, but NaN where x is infinite or NaN: torch would saturate an infinity
     return QuantizedTensor(scaled.to(dtype), scale, x.dtype)

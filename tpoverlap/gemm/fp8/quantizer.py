@@ -59,15 +59,20 @@ class Quantizer(torch.nn.Module):
     def local(self, x: torch.Tensor, *, record: bool) -> QuantizedTensor:
         """``x`` quantised by this rank alone: weights, and what is never gathered.
 
+        Delayed scaling without any history takes the scale of ``x`` itself: nobody has to agree to it.
+
         Args:
             x: [rows, columns].
             record: delayed scaling: remember this magnitude for later scales (training).
         """
-        if not self.is_delayed:
+        if not isinstance(self.recipe, DelayedScaling):
             return quantize(x, self.scale_from(self.measure(x)), self.dtype)
-        quantised = self.with_stored_scale(x)
+        amax = self.measure(x)
+        known = self.amax_history.max() > 0
+        scale = torch.where(known, self.scale, scale_of(amax, self.dtype, margin=self.recipe.margin))
+        quantised = quantize(x, scale, self.dtype)
         if record:
-            self.record(self.measure(x))
+            self.record(amax)
         return quantised
 
     def with_stored_scale(self, x: torch.Tensor) -> QuantizedTensor:
