@@ -38,6 +38,7 @@ from tpoverlap.setup import (
     resolve_device,
     resolve_group,
     resolve_timeout,
+    same_for_all_modes,
 )
 from tpoverlap.tokens import TokenPartition
 
@@ -106,7 +107,7 @@ class UserBufferManager:
             require_choice("on_overflow", on_overflow, OVERFLOW_MODES)
             self.quantization_modes = parse_modes(quantization_modes, self.device)
             self.max_rows_per_rank = parse_max_rows(max_rows_per_rank, self.capacity_shape[0], self.tp_size)
-            config = resolve(ub_cfgs, self.tp_size, fp8=self.has_fp8)
+            config = resolve(same_for_all_modes(ub_cfgs), self.tp_size, fp8=self.has_fp8)
             self._pinned = pinned_methods(plan, self.tp_size, config)
             settings = Settings(
                 self.capacity_shape,

@@ -196,3 +196,19 @@ def parse_modes(quantization_modes: Any, device: torch.device) -> tuple[str, ...
     if "fp8" in names:
         require_device(device)
     return tuple(mode for mode in QUANTIZATION_MODES if mode in names)
+
+
+def same_for_all_modes(ub_cfgs: Any) -> Any:
+    """The configuration of a list that has one for each quantization mode, as Transformer Engine takes it.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if not isinstance(ub_cfgs, list | tuple):
+        return ub_cfgs
+    if any(one != ub_cfgs[0] for one in ub_cfgs[1:]):
+        raise ConfigError(
+            f"ub_cfgs has {len(ub_cfgs)} different configurations, one a quantization mode, but the modes share names "
+            "and options here; pass one, with fp8_buf where FP8 rows should be reduce-scattered"
+        )
+    return ub_cfgs[0] if ub_cfgs else None

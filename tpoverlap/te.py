@@ -17,7 +17,9 @@ import torch
 
 from tpoverlap.communicator import CommOverlap, CommOverlapP2P
 from tpoverlap.errors import ConfigError, NotInitializedError
+from tpoverlap.gemm.fp8 import DelayedScaling, Float8CurrentScaling, Format
 from tpoverlap.manager import UserBufferManager
+from tpoverlap.nn.fp8 import fp8_autocast
 from tpoverlap.setup import TpSize, require_agreement, resolve_group
 from tpoverlap.tokens import as_int
 
@@ -25,8 +27,12 @@ __all__ = [
     "CommOverlap",
     "CommOverlapP2P",
     "CommOverlapType",
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Format",
     "UserBufferQuantizationMode",
     "destroy_ub",
+    "fp8_autocast",
     "get_manager",
     "get_ub",
     "initialize_ub",
@@ -38,7 +44,7 @@ logger = logging.getLogger("tpoverlap")
 
 
 class UserBufferQuantizationMode(Enum):
-    """Whether a buffer holds quantised bytes. FP8 is not in this release."""
+    """Whether a buffer holds quantised bytes."""
 
     NONE = "none"
     FP8 = "fp8"
@@ -74,26 +80,25 @@ def initialize_ub(
     Args:
         shape: the capacity; microbatches set less with `set_ub_active_shape`.
         tp_size: must be the size of ``tp_group``.
-        use_fp8, quantization_modes: only False / [NONE] in this release.
-        ub_cfgs: options by name; a list of one a mode is accepted (the first, for NONE, is used).
+        use_fp8, quantization_modes: FP8, [NONE] or [NONE, FP8]; both modes share the same regions.
+        ub_cfgs: options by name; a list may have one a mode, but the modes share names, so they have to be equal.
         bootstrap_backend, with_cublasmp: accepted, reported as ignored: set-up uses the process group itself.
         tp_group: ours: the tensor-parallel group; None: the default group, if it has tp_size ranks, else the block of
             tp_size consecutive ranks that this rank belongs to (as Transformer Engine does).
         options: further arguments of `UserBufferManager` (``device=``, ``timeout_s=``, ...).
 
     Raises:
-        ConfigError: initialised already, FP8 asked for, or tp_size is not the group's size.
+        ConfigError: initialised already, FP8 asked for on a device without it, other options for one mode than for
+            another, or tp_size is not the group's size.
     """
     if _default:
         raise ConfigError("initialize_ub was called twice: call destroy_ub() first")
     modes = list(quantization_modes or [])
-    if use_fp8:
+    if use_fp8 and not modes:
         modes.append(UserBufferQuantizationMode.FP8)
     for name, value in (("bootstrap_backend", bootstrap_backend), ("with_cublasmp", with_cublasmp)):
         if value:
             logger.warning("initialize_ub: %s=%r is ignored: set-up goes through the process group", name, value)
-    if isinstance(ub_cfgs, list | tuple):
-        ub_cfgs = ub_cfgs[0] if ub_cfgs else None
     manager = UserBufferManager(
         _tp_group(tp_group, tp_size),
         shape,  # type: ignore[arg-type]  # any sequence; the manager refuses what is not (C, H), on every rank
@@ -140,11 +145,12 @@ def set_ub_active_shape(shape: Sequence[int]) -> None:
 
 
 def get_ub(name: str, use_fp8: bool = False) -> CommOverlap:
-    """The communicator of a GEMM name."""
-    manager = get_manager()
-    if use_fp8:
-        raise ConfigError(f"get_ub({name!r}, use_fp8=True): FP8 buffers are not in this release; use_fp8=False works")
-    return manager.get(name)
+    """The communicator of a GEMM name; ``use_fp8``: the one whose buffer holds FP8 rows, as uint8.
+
+    Raises:
+        ConfigError: no such name, or `initialize_ub` was not given the FP8 mode.
+    """
+    return get_manager().get(name, quantised=use_fp8)
 
 
 def is_ub_initialized() -> bool:

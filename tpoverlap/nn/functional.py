@@ -12,7 +12,7 @@ from tpoverlap.errors import ActiveShapeError
 from tpoverlap.gemm.fp8 import Fp8State
 from tpoverlap.nn.bulk import BulkAllGather, BulkReduceScatter
 from tpoverlap.nn.column import ColumnLinear
-from tpoverlap.nn.fp8 import Fp8ColumnLinear, Fp8RowLinear, require_fp8_gemm
+from tpoverlap.nn.fp8 import Fp8ColumnLinear, Fp8RowLinear, require_fp8_gemm, require_unquantised
 from tpoverlap.nn.inputs import (
     as_layer,
     full_partition,
@@ -69,6 +69,7 @@ def all_gather_gemm(
         _require_bias(layer.name, one_weight, one_bias)
     outputs: tuple[torch.Tensor, ...]
     if fp8 is None:
+        require_unquantised(comm)
         outputs = _apply(ColumnLinear, layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases)
     else:
         require_fp8_gemm(layer, fp8, x_shard_t, weights)
@@ -111,6 +112,7 @@ def gemm_reduce_scatter(
     _require_bias(layer.name, weight, bias)
     result: torch.Tensor
     if fp8 is None:
+        require_unquantised(comm)
         result = _apply(RowLinear, layer, resolved, x, weight, bias)
     else:
         require_fp8_gemm(layer, fp8, x, [weight])

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpoverlap.errors import ConfigError
+from tpoverlap.gemm.fp8 import Fp8State, Recipe
+from tpoverlap.nn.fp8 import state_of
 from tpoverlap.nn.functional import all_gather_gemm, gemm_reduce_scatter
 from tpoverlap.tokens import TokenPartition
 
@@ -36,6 +38,7 @@ class Linear(torch.nn.Module):
         manager: whose buffers to use.
         ub_name: "qkv", "proj", "fc1", "fc2" or a registered name; layers that share a name share its buffers.
         device, dtype: of the parameters; None: the manager's.
+        fp8_recipe: run in FP8; None: only inside `fp8_autocast`.
 
     Raises:
         ConfigError: the cut feature size is not divisible by R, or the mode contradicts the name's configuration.
@@ -52,6 +55,7 @@ class Linear(torch.nn.Module):
         ub_name: str,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fp8_recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         if parallel_mode not in ("column", "row"):
@@ -71,6 +75,8 @@ class Linear(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         if self.bias is not None and parallel_mode == "row":
             self.bias.sequence_parallel = True  # type: ignore[attr-defined]  # Megatron's flag, read by sync_replicated_grads
+        self.fp8_recipe = fp8_recipe
+        self.fp8: Fp8State | None = None if fp8_recipe is None else Fp8State(fp8_recipe, 1, device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -89,9 +95,10 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> torch.Tensor:
         """[T_r, in] -> [T, out/R] (column), or [T, in/R] -> [T_r, out] (row)."""
+        fp8 = state_of(self, self.fp8_recipe, 1, self.weight.device)
         if self.parallel_mode == "row":
-            return gemm_reduce_scatter(x, self.weight, self.comm, self.bias, partition)
-        result = all_gather_gemm(x, self.weight, self.comm, self.bias, partition)
+            return gemm_reduce_scatter(x, self.weight, self.comm, self.bias, partition, fp8)
+        result = all_gather_gemm(x, self.weight, self.comm, self.bias, partition, fp8=fp8)
         assert isinstance(result, torch.Tensor), "one weight gives one output"
         return result
 

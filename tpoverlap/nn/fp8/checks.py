@@ -6,9 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from tpoverlap.communicator import LayerCommunicators
+from tpoverlap.communicator import CommOverlap, Communicators, LayerCommunicators
 from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.gemm.fp8 import Fp8State, require_features, require_output_dtype
+
+
+def require_unquantised(comm: Communicators) -> None:
+    """Raise ConfigError for a communicator of FP8 rows in a call without ``fp8=``."""
+    if isinstance(comm, CommOverlap) and comm.is_quantised:
+        raise ConfigError(
+            f"{comm.name}: this communicator's buffer holds FP8 rows; pass fp8=Fp8State(recipe) as well, or the "
+            "communicator without FP8"
+        )
 
 
 def require_fp8_gemm(
