@@ -1,7 +1,7 @@
 # make run    train the small model on real text and compare: out/train.json, out/train.png
 # make test   the tests, within 15 minutes
 # make check  ruff and mypy            make format  let ruff repair what it can
-# make bench  overlapped, sequential and padded times on the same batches: out/bench.json, out/bench.png
+# make bench  every method beside plain collectives, async-TP and padding: out/bench.json, out/bench.png
 # Each sets up .venv first where that is missing or older than pyproject.toml. PYTHON=... picks the interpreter.
 
 SHELL := bash
@@ -66,8 +66,7 @@ format: $(READY)
 
 bench: $(READY)
 	@mkdir -p out
-	# Overlapped, not overlapped and padded to capacity, on the same batches; longer than `make run`, no reference.
-	$(BIN)/tpoverlap train --compare --steps 60 --json out/bench.json --plot out/bench.png
+	$(BIN)/tpoverlap bench --suite gemm --suite dynamic --suite host --json out/bench.json --plot out/bench.png
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

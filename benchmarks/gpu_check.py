@@ -18,12 +18,14 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import cuda_faults, host, methods, nccl_order, new_shape
+from benchmarks import cuda_faults, host, nccl_order, new_shape
 from benchmarks.environment import environment
 from tpoverlap.testing import RankPool, conformance, run_ranks
 from tpoverlap.testing.conformance.gemms import check_bulk
+from tpoverlap.tools.bench.job import BenchJob
+from tpoverlap.tools.bench.tables import gemm_table
+from tpoverlap.tools.bench.worker import spawn
 
 console = Console(width=110)
 Row = dict[str, Any]
@@ -176,45 +178,43 @@ def _costs(report: Report, quick: bool) -> None:
 
 
 def _times(report: Report, quick: bool) -> list[Row]:
-    shapes = [(8192, 8192, 8192)]
+    """A few rows of ``tpoverlap bench --suite gemm``; the whole of it is that command's business."""
+    shapes: tuple[tuple[int, int, int], ...] = ((8192, 8192, 8192),)
     if not quick:
-        shapes += [(4096, 8192, 4096), (8192, 4096, 8192), (1024, 8192, 4096)]
-    rows = []
-    with RankPool(2, device="cuda") as pool:
-        for direction in ("ag", "rs"):
-            for tokens, in_features, out_features in shapes:
-                row = report.check(
-                    f"time {direction} {tokens} x {in_features} x {out_features}",
-                    lambda d=direction, t=tokens, k=in_features, n=out_features: pool.run(
-                        methods.measure_shape, d, t, k, n, 11, timeout_s=180
-                    )[0],
-                )
-                if row is not None:
-                    rows.append(row)
-    if not rows:
+        shapes += ((4096, 8192, 4096), (8192, 4096, 8192), (1024, 8192, 4096))
+    job = BenchJob(
+        suites=("gemm",),
+        device_type="cuda",
+        num_gpus=torch.cuda.device_count(),
+        tp_size=2,
+        ranks_per_host=2,
+        shapes=shapes,
+    )
+    bench = report.check("times of methods", lambda: spawn(job, environment()).as_dict())
+    rows: list[Row] = bench["rows"] if bench is not None else []
+    if not any(row["measured"] for row in rows):
         raise click.ClickException("nothing was measured")
     for row in rows:
-        if (row["tokens"], row["in_features"], row["out_features"]) == (8192, 8192, 8192):
-            times = row["time_ms"]
-            report.check(f"ring {row['direction']} at 8192^3 <= {RING_BOUND} of sequential", lambda t=times: _bound(t))
+        report.check(f"{row['label']}: right numbers, no error", lambda row=row: _right(row))
+        if (row["num_tokens"], row["in_features"], row["out_features"]) == shapes[0]:
+            report.check(
+                f"ring {row['direction']} at 8192^3 <= {RING_BOUND} of sequential",
+                lambda methods=row["methods"]: _bound(methods),
+            )
     return rows
 
 
-def _bound(times: dict[str, float]) -> float:
-    ratio = times["ring_exchange"] / times["sequential"]
+def _right(row: Row) -> dict[str, float]:
+    if row["problems"]:
+        raise AssertionError("; ".join(row["problems"]))
+    return {label: one["relative_error"] for label, one in row["methods"].items()}
+
+
+def _bound(methods: Row) -> float:
+    ratio = float(methods["ring_exchange"]["of_sequential"]["eager"])
     if ratio > RING_BOUND:
-        raise AssertionError(f"ring takes {ratio:.3f} of sequential: {times}")
+        raise AssertionError(f"ring takes {ratio:.3f} of plain sequential")
     return ratio
-
-
-def _print_times(rows: list[Row]) -> None:
-    table = Table("direction", "T x K x N", "method", "ms", "of sequential")
-    for row in rows:
-        for label, value in row["time_ms"].items():
-            shape = f"{row['tokens']} x {row['in_features']} x {row['out_features']}"
-            ratio = value / row["time_ms"]["sequential"]
-            table.add_row(row["direction"], shape, label, f"{value:.3f}", f"{ratio:.3f}")
-    console.print(table)
 
 
 @click.command()
@@ -256,7 +256,7 @@ def main(quick: bool, only: tuple[str, ...], ranks: tuple[int, ...], out: Path |
         _costs(report, quick)
     if "times" in parts and num_gpus >= 2:
         report.times = _times(report, quick)
-        _print_times(report.times)
+        console.print(gemm_table(report.times))
     elif "times" in parts:
         report.not_run.append(f"times of methods: they need 2 GPUs, this machine has {num_gpus}, which ranks shared")
     report.write()

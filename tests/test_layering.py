@@ -17,25 +17,35 @@ PACKAGE = ROOT / "tpoverlap"
 
 # Top to bottom. A layer may import itself and what its row names, nothing else of tpoverlap.
 _TOP = {"errors", "tokens", "config"}
-_CORE = _TOP | {"memory", "comm", "gemm", "overlap", "dispatch"}
+_CORE = _TOP | {"tuning", "memory", "comm", "gemm", "overlap", "dispatch"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "tokens": {"errors"},
     "config": {"errors", "tokens"},
+    "tuning": _TOP,  # arithmetic about time: measuring is the tools' business
     "memory": _TOP,
     "comm": _TOP | {"memory"},
     "gemm": _TOP,  # meets memory only through tensors and flags that overlap hands it
     "overlap": _TOP | {"memory", "comm", "gemm"},
-    "dispatch": _TOP | {"overlap"},
+    "dispatch": _TOP | {"tuning", "overlap"},
     "manager": _CORE,
     "nn": _CORE | {"manager"},
     "te": _CORE | {"manager", "nn"},
-    "tuning": _CORE | {"manager", "nn"},
     "integrations": _CORE | {"manager", "nn", "te"},
 }
 # The manager's layer is several modules of the package's top level: names, communicators, shape, reports.
 PART_OF = dict.fromkeys(
-    ("active_shape", "communicator", "explanation", "memory_report", "name_table", "plan", "setup", "statistics"),
+    (
+        "active_shape",
+        "communicator",
+        "explanation",
+        "memory_report",
+        "method_tables",
+        "name_table",
+        "plan",
+        "setup",
+        "statistics",
+    ),
     "manager",
 )
 LIBRARY = set(ALLOWED)
@@ -45,7 +55,7 @@ ALLOWED |= {
     "__init__": LIBRARY,
     "__main__": {"tools"},
 }
-READS_ENVIRONMENT = ("memory/cuda", "testing/", "tools/")
+READS_ENVIRONMENT = ("memory/cuda", "tuning/cache", "testing/", "tools/")
 MAX_LINES, MEDIAN_LINES = 500, 150
 
 

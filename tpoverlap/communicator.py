@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
 
 
+OperationUse = tuple[int, bool, bool, bool, int | None]
+"""What the method of one operation depends on: T, overflow, scatter, beside, and the GEMM's sharded features."""
+
+
 class CommOverlap:
     """One named GEMM's communicator. Made by the manager, never by users.
 
@@ -41,6 +45,7 @@ class CommOverlap:
         name: of the GEMM.
         config: its options.
         width, max_tokens, max_rows_per_rank: what it was registered with.
+        choices: the manager's memory: use -> (method, options), while ``config`` is ``chosen_for``.
     """
 
     def __init__(
@@ -66,6 +71,8 @@ class CommOverlap:
         self.scatter_region = scatter_region
         self.registered = registered
         self.statistics = NameStatistics(max_tokens)
+        self.choices: dict[OperationUse, tuple[str, OverlapConfig]] = {}
+        self.chosen_for = config
         self._own_shape: tuple[int, TokenPartition] | None = None
         self.scatter_staging: torch.Tensor | None = None
         self.is_quantised = False

@@ -1,10 +1,13 @@
 """Which method an operation uses: a pure look-up from (name, direction, T) to a decision with its source and reason.
 
-Order: pinned plan, explicit configuration, tuned cache (not in this release), default.
+Order: pinned plan, explicit configuration, then by T: the section ``tpoverlap: by_tokens:`` of the configuration, the
+tuned cache, the cost model; then the default. T enters by its bucket only (`tpoverlap.tuning.buckets`), and nothing is
+measured here.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,11 +18,29 @@ from tpoverlap.overlap import GATHER_METHODS, SCATTER_METHODS
 
 @dataclass(frozen=True)
 class Decision:
-    """The method for one operation, where the choice came from ("plan", "explicit", "default", ...), and why."""
+    """The method for one operation, where the choice came from ("plan", "explicit", "default", ...), and why.
+
+    ``config``: the options to run it with, None for the name's own. ``for_use``: it was made for the very direction and
+    use of the operation, so `method_for_use` has nothing left to translate.
+    """
 
     method: str
     source: str
     reason: str
+    config: OverlapConfig | None = None
+    for_use: bool = False
+
+
+@dataclass(frozen=True)
+class TokenDecisions:
+    """A decision for every T: ``decisions[i]`` up to and with ``ends[i]``, the last one beyond."""
+
+    ends: tuple[int, ...]
+    decisions: tuple[Decision, ...]
+
+    def at(self, num_tokens: int) -> Decision:
+        """The decision for T."""
+        return self.decisions[min(bisect_left(self.ends, num_tokens), len(self.decisions) - 1)]
 
 
 @lru_cache(maxsize=256)  # applying the rules takes longer than a small operation
@@ -39,6 +60,7 @@ def choose(
     max_tokens: int,
     overflow: bool = False,
     planned_method: str | None = None,
+    by_tokens: TokenDecisions | None = None,
 ) -> Decision:
     """Decide for one operation.
 
@@ -49,7 +71,8 @@ def choose(
         num_tokens: T, or None when it does not matter to the caller.
         max_tokens: capacity of this name.
         overflow: T or a rank's rows exceed what is registered, and ``on_overflow="sequential"``.
-        planned_method: from a pinned plan.
+        planned_method: from a pinned plan; "auto" there means ``by_tokens``.
+        by_tokens: for names whose method nobody wrote, where something is known about this shape.
     """
     if tp_size == 1:
         return Decision("sequential", "default", "R = 1: nothing is communicated")
@@ -59,13 +82,16 @@ def choose(
             "overflow",
             f"T={num_tokens} does not fit the capacity of {max_tokens} tokens or its rows a rank",
         )
-    if planned_method is not None:
-        return Decision(planned_method, "plan", "pinned by plan=")
+    if by_tokens is not None and num_tokens is not None and planned_method in (None, "auto"):
+        return by_tokens.at(num_tokens)
+    if planned_method not in (None, "auto"):
+        return Decision(str(planned_method), "plan", "pinned by plan=")
     if config.atomic_gemm and config.method in ("ring_exchange", "pipeline", "auto"):
         return Decision("fused", config_source, "atomic_gemm asks for one kernel whose tiles wait or signal: fused")
     if config.method == "auto":
         method = auto_method(name, is_reduce_scatter=config.is_reduce_scatter)
-        return Decision(method, "default", f"method auto: no measurement is recorded here, {method} is the default")
+        reason = f"method auto: nothing is known about this shape here, {method} is the default"
+        return Decision(method, "default", reason)
     if config.method == "external":
         return Decision("sequential", config_source, "external means that the layer gathers by itself")
     reason = "configured for this name" if config_source == "explicit" else "the default method of this name"

@@ -22,13 +22,21 @@ def explanation(
     backend: str,
     notes: Sequence[Note],
     dtype: torch.dtype,
+    remark: str = "",
 ) -> str:
-    """Method, source and reason; rows and bytes; backend and why; what the configuration's checker had to say."""
+    """Method, source and reason; rows and bytes; backend and why; what the configuration's checker had to say.
+
+    ``remark``: about the choice by T, empty where there is none.
+    """
     tokens, width = partition.total, communicator.width
     size_bytes = tokens * width * dtype.itemsize
+    method = decision.method
+    if method == "pipeline" and decision.config is not None:
+        method += f" in {decision.config.num_splits}"
     lines = [
-        f"{communicator.name} at T={tokens}: {decision.method} ({communicator.config.direction})",
+        f"{communicator.name} at T={tokens}: {method} ({communicator.config.direction})",
         f"  chosen by: {decision.source}: {decision.reason}",
+        *([f"  by T: {remark}"] if remark else []),
         f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {width}], {size_bytes} bytes",
         f"  backend: {backend}",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -12,18 +13,19 @@ import torch
 
 from tpoverlap.active_shape import ActiveShape, ShapeLike, require_capacity
 from tpoverlap.comm import Channel
-from tpoverlap.communicator import CommOverlap, LayerCommunicators
-from tpoverlap.config import KNOWN_NAMES, resolve
+from tpoverlap.communicator import CommOverlap, LayerCommunicators, OperationUse
+from tpoverlap.config import KNOWN_NAMES, OverlapConfig, resolve
 from tpoverlap.config.resolver import ConfigSource
-from tpoverlap.dispatch import Decision, choose, method_for_use
+from tpoverlap.dispatch import method_for_use
 from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError
 from tpoverlap.explanation import explanation
-from tpoverlap.memory import RegionSpec, select_backend
+from tpoverlap.memory import Backend, RegionSpec, select_backend
 from tpoverlap.memory_report import default_max_rows, report_memory, scales_region, standard_regions
+from tpoverlap.method_tables import CacheSource, MethodTables
 from tpoverlap.name_table import NameTable
-from tpoverlap.overlap import OperationContext, possible_labels
-from tpoverlap.overlap.fp8 import possible_names
-from tpoverlap.plan import make_plan, pinned_methods
+from tpoverlap.overlap import OperationContext
+from tpoverlap.overlap.fp8 import possible_fp8_labels
+from tpoverlap.plan import make_plan, pinned_evidence, pinned_methods
 from tpoverlap.setup import (
     BACKENDS,
     DTYPES,
@@ -43,6 +45,7 @@ from tpoverlap.setup import (
 from tpoverlap.tokens import TokenPartition
 
 logger = logging.getLogger("tpoverlap")
+_CHOICES = 512
 
 
 class UserBufferManager:
@@ -68,11 +71,13 @@ class UserBufferManager:
         ub_cfgs: options by GEMM name (mapping or YAML file), see docs/configuration.md.
         quantization_modes: NONE, FP8 or both, by name or as `te.UserBufferQuantizationMode`; None: NONE. With FP8,
             layers that have an `Fp8State` move FP8 rows through the same regions; other layers go on as they did.
-        backend: "auto", "cuda", "shared" or "process_group".
+        backend: "auto", "cuda", "shared" or "process_group"; or a `Backend` class, for tests.
         timeout_s: bound of every wait for a peer; None: the group's own time-out.
         on_overflow: "error", or "sequential" to run a T above C on the plain collectives.
         plan: a former manager's ``plan()``, to pin its choices.
         max_rows_per_rank: most rows of one rank; None: ceil(C / R).
+        tuning_cache: folder with what ``tpoverlap tune`` measured, read by rank 0; None: the user's cache on CUDA
+            devices, none on the CPU; True: the user's; False: none.
 
     Raises:
         ConfigError, ActiveShapeError: an argument is illegal. RankMismatchError: ranks were given different ones.
@@ -87,11 +92,12 @@ class UserBufferManager:
         device: torch.device | str | int | None = None,
         ub_cfgs: ConfigSource = None,
         quantization_modes: Any = None,
-        backend: str = "auto",
+        backend: str | type[Backend] = "auto",
         timeout_s: float | None = None,
         on_overflow: str = "error",
         plan: Mapping[str, Any] | None = None,
         max_rows_per_rank: int | None = None,
+        tuning_cache: CacheSource = None,
     ) -> None:
         self.group = resolve_group(group)
         self.rank, self.tp_size = self.group.rank(), self.group.size()
@@ -103,22 +109,24 @@ class UserBufferManager:
             self.on_overflow = on_overflow
             self.timeout_s = resolve_timeout(timeout_s, self.group, self.device)
             require_choice("dtype", dtype, DTYPES)
-            require_choice("backend", backend, BACKENDS)
+            if not (isinstance(backend, type) and issubclass(backend, Backend)):
+                require_choice("backend", backend, BACKENDS)
             require_choice("on_overflow", on_overflow, OVERFLOW_MODES)
             self.quantization_modes = parse_modes(quantization_modes, self.device)
             self.max_rows_per_rank = parse_max_rows(max_rows_per_rank, self.capacity_shape[0], self.tp_size)
             config = resolve(same_for_all_modes(ub_cfgs), self.tp_size, fp8=self.has_fp8)
             self._pinned = pinned_methods(plan, self.tp_size, config)
+            evidence = pinned_evidence(plan)
             settings = Settings(
                 self.capacity_shape,
                 str(dtype),
                 self.device.type,
-                backend,
+                backend if isinstance(backend, str) else backend.name,
                 self.timeout_s,
                 on_overflow,
                 self.max_rows_per_rank,
                 config.digest,
-                str(sorted(self._pinned.items())),
+                str(sorted(self._pinned.items()) + ([] if plan is None else [plan["hash"]])),
                 self.quantization_modes,
             )
         except Exception as error:  # of any kind: the other ranks are about to wait for this one
@@ -131,15 +139,17 @@ class UserBufferManager:
         self._logged_overflow: TokenPartition | None = None
         self.channel: Channel | None = None
         self.backend_name, self.backend_reason = "none", "R = 1: nothing is communicated"
+        self._tables = MethodTables(evidence, config, self._pinned, self.tp_size, dtype)
         if self.tp_size > 1:
-            self._open_channel(backend)
+            self._open_channel(backend, tuning_cache)
         self._log_setup()
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    def _open_channel(self, backend: str) -> None:
+    def _open_channel(self, backend: str | type[Backend], tuning_cache: CacheSource) -> None:
         choice = select_backend(backend, self.group, self.device)
         self.backend_name, self.backend_reason = choice.backend.name, choice.reason
+        self._tables.agree(self.group, self.device, self.backend_name, tuning_cache)
         capacity_tokens, width = self.capacity_shape
         regions: tuple[RegionSpec, ...] = standard_regions(
             capacity_tokens, width, self.dtype.itemsize, self.tp_size, self.max_rows_per_rank
@@ -147,14 +157,12 @@ class UserBufferManager:
         if self.has_fp8:
             regions = (*regions, scales_region(capacity_tokens, self.tp_size))
         streams = max((c.config.num_max_streams for c in self._names if c.config.method == "pipeline"), default=0)
-        streams = max(streams, 3 if "pipeline" in self._pinned.values() else 0)
+        streams = max(streams, 3 if "pipeline" in self._pinned.values() or not self._tables.evidence.is_empty else 0)
         self.channel = Channel(choice.backend, regions, self.timeout_s, streams)
         self.channel.diagnosis.know_possible(
-            lambda: (
-                label
-                for one in self._names
-                for name in (possible_names(one.name) if self.has_fp8 else (one.name,))
-                for label in possible_labels(name, one.config)
+            lambda: chain(
+                self._tables.possible_labels(self._names),
+                possible_fp8_labels((one.name, one.config) for one in self._names if self.has_fp8),
             )
         )
 
@@ -205,6 +213,7 @@ class UserBufferManager:
                 self.channel.add_regions(wanted)
                 regions = (wanted[0].name, wanted[1].name)
         self._names.register(name, agreed.width, agreed.max_tokens, agreed.max_rows_per_rank, *regions)
+        self._tables.forget()
 
     def _parse_registration(
         self, name: str, width: int, max_tokens: int | None, max_rows_per_rank: int | None
@@ -303,7 +312,8 @@ class UserBufferManager:
             name: "qkv", "proj", "fc1", "fc2" or a registered name; an unregistered one runs without overlap.
             row: whether fprop reduce-scatters; None: as the name is configured.
         """
-        self.require_open()
+        if self._closed:
+            self.require_open()
         if row is None:
             fprop = f"{name}_fprop"
             row = fprop in self._names and self._names.get(fprop).is_reduce_scatter
@@ -316,7 +326,13 @@ class UserBufferManager:
     # -- operations (called by nn) -------------------------------------------------------------------------------
 
     def operation(
-        self, communicator: CommOverlap, partition: TokenPartition, *, scatter: bool, beside: bool = False
+        self,
+        communicator: CommOverlap,
+        partition: TokenPartition,
+        *,
+        scatter: bool,
+        beside: bool = False,
+        features: int | None = None,
     ) -> OperationContext:
         """Everything a method needs for one operation of ``communicator``; decides the method and counts it.
 
@@ -325,18 +341,19 @@ class UserBufferManager:
             partition: rows of each rank.
             scatter: reduce-scatter instead of all-gather.
             beside: the whole collective runs beside a GEMM that does not depend on it.
+            features: of the sharded side of the GEMM on this rank; None: unknown, so T does not enter the choice.
 
         Raises:
             CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot do this.
         """
-        self.require_open()
+        if self._closed:
+            self.require_open()
         if self.channel is not None:
             self.channel.check()
-        overflow = self._overflows(communicator, partition)
-        decision = self._decide(communicator, partition.total, overflow=overflow)
-        chosen = method_for_use(
-            decision.method, communicator.config, name=communicator.name, scatter=scatter, beside=beside
-        )
+        overflow = False
+        if partition.total > communicator.max_tokens or partition.max_count > communicator.max_rows_per_rank:
+            overflow = self._overflows(communicator, partition)
+        chosen, config = self._choose(communicator, (partition.total, overflow, scatter, beside, features))
         communicator.statistics.record(chosen, partition.total, overflow=overflow)
         if overflow and partition != self._logged_overflow:
             self._logged_overflow = partition  # one line a microbatch, not one an operation
@@ -355,13 +372,31 @@ class UserBufferManager:
             self.group,
             self.rank,
             chosen,
-            communicator.config,
+            config,
             communicator.name,
             communicator.scatter_region if scatter else communicator.gather_region,
             partition,
             communicator.width,
             self.dtype,
         )
+
+    def _choose(self, communicator: CommOverlap, use: OperationUse) -> tuple[str, OverlapConfig]:
+        """The method and its options; remembered, for the last few hundred uses of each communicator."""
+        if communicator.chosen_for is not communicator.config:
+            communicator.choices.clear()
+            communicator.chosen_for = communicator.config
+        found = communicator.choices.get(use)
+        if found is None:
+            num_tokens, overflow, scatter, beside, features = use
+            by_tokens = self._tables.find(communicator, scatter=scatter, beside=beside, features=features)
+            decision = self._tables.decide(communicator, num_tokens, by_tokens, overflow=overflow)
+            method, config = decision.method, decision.config or communicator.config
+            if not decision.for_use:
+                method = method_for_use(method, config, name=communicator.name, scatter=scatter, beside=beside)
+            if len(communicator.choices) >= _CHOICES:
+                communicator.choices.clear()
+            communicator.choices[use] = found = (method, config)
+        return found
 
     def _overflows(self, communicator: CommOverlap, partition: TokenPartition) -> bool:
         try:
@@ -371,20 +406,6 @@ class UserBufferManager:
                 raise
             return True
         return False
-
-    def _decide(self, communicator: CommOverlap, num_tokens: int | None, *, overflow: bool = False) -> Decision:
-        if not communicator.registered:
-            return Decision("sequential", "unregistered", f"{communicator.name} is not registered")
-        return choose(
-            communicator.config,
-            name=communicator.name,
-            config_source=self._names.config_source(communicator.name),
-            tp_size=self.tp_size,
-            num_tokens=num_tokens,
-            max_tokens=communicator.max_tokens,
-            overflow=overflow,
-            planned_method=self._pinned.get(communicator.name),
-        )
 
     def next_gather_slot(self, communicator: CommOverlap, partition: TokenPartition) -> torch.Tensor:
         """View of the [T, H] slot that the next all-gather of ``communicator`` uses. For `CommOverlap.get_buffer`."""
@@ -396,10 +417,11 @@ class UserBufferManager:
 
     # -- reports -------------------------------------------------------------------------------------------------
 
-    def explain(self, name: str, num_tokens: int | None = None) -> str:
+    def explain(self, name: str, num_tokens: int | None = None, features: int | None = None) -> str:
         """In words what happens to ``name`` at T = ``num_tokens``: method, source, reason, rows, backend.
 
-        None takes the active shape with its rows a rank, or the capacity where there is none.
+        None takes the active shape with its rows a rank, or the capacity where there is none. Where the method depends
+        on T it depends on the GEMM's shape too: ``features``, of its sharded side on this rank; None: as it last ran.
         """
         self.require_open()
         communicator = self._names.find(name)
@@ -412,16 +434,17 @@ class UserBufferManager:
             overflow = self._overflows(communicator, partition)
         except CapacityError as error:
             return f"{name} at T={partition.total}: CapacityError: {error}"
-        decision = self._decide(communicator, partition.total, overflow=overflow)
+        by_tokens, remark = self._tables.explained(communicator, features)
+        decision = self._tables.decide(communicator, tokens, by_tokens, overflow=overflow)
         notes = [note for note in self._config.notes if note.name == name]
         backend = f"{self.backend_name}: {self.backend_reason}"
-        return explanation(communicator, partition, decision, backend, notes, self.dtype)
+        return explanation(communicator, partition, decision, backend, notes, self.dtype, remark)
 
     def plan(self) -> dict[str, Any]:
         """The dispatch choices of all names: serialisable, with a hash; pin them with ``plan=``."""
         self.require_open()
-        names = {c.name: (self._decide(c, None).method, c.is_reduce_scatter) for c in self._names if c.registered}
-        return make_plan(names, self.tp_size, self.capacity_shape)
+        names = {c.name: (self._tables.planned(c), c.is_reduce_scatter) for c in self._names if c.registered}
+        return make_plan(names, self.tp_size, self.capacity_shape, self._tables.evidence)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """A flat dict for each name that was called: calls, methods, T histogram, sequential and overflow counts.
@@ -496,8 +519,12 @@ class UserBufferManager:
         if self._closed:
             raise NotInitializedError("this manager was closed; create a new one")
 
-    def require_input(self, x: torch.Tensor, what: str) -> None:
+    def require_input(self, x: torch.Tensor, what: str, name: str | None = None) -> None:
         """Raise ActiveShapeError unless ``x`` is 2-D and on this manager's device, in its dtype."""
+        if isinstance(x, torch.Tensor) and x.ndim == 2 and x.dtype == self.dtype and x.device == self.device:
+            return
+        if name is not None:
+            what = f"{name}: {what}"
         if not isinstance(x, torch.Tensor):
             raise ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
         if x.dim() != 2:
@@ -506,5 +533,4 @@ class UserBufferManager:
             )
         if x.dtype != self.dtype:
             raise ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {self.dtype}; cast it")
-        if x.device != self.device:
-            raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")
+        raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")

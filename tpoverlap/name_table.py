@@ -75,10 +75,6 @@ class NameTable:
                 return communicator
         return self.get(name)
 
-    def config_source(self, name: str) -> str:
-        """Where the options of ``name`` come from: "explicit" or "default"."""
-        return self._config.source(name)
-
     def register(
         self,
         name: str,

@@ -10,12 +10,22 @@ from typing import Any
 from tpoverlap.config import ResolvedConfig, legal_methods
 from tpoverlap.config.options import direction_name
 from tpoverlap.errors import ConfigError
+from tpoverlap.tuning import Evidence
 
 PLAN_VERSION = 1
 
 
-def make_plan(names: Mapping[str, tuple[str, bool]], tp_size: int, capacity_shape: tuple[int, int]) -> dict[str, Any]:
-    """A plan from name -> (method, is_reduce_scatter)."""
+def make_plan(
+    names: Mapping[str, tuple[str, bool]],
+    tp_size: int,
+    capacity_shape: tuple[int, int],
+    evidence: Evidence | None = None,
+) -> dict[str, Any]:
+    """A plan from name -> (method, is_reduce_scatter).
+
+    A method "auto" depends on T: ``evidence`` is then all that the choice rests on, so that a pinned plan chooses alike
+    on another machine.
+    """
     content: dict[str, Any] = {
         "version": PLAN_VERSION,
         "tp_size": tp_size,
@@ -24,6 +34,8 @@ def make_plan(names: Mapping[str, tuple[str, bool]], tp_size: int, capacity_shap
             name: {"method": method, "is_reduce_scatter": scatter} for name, (method, scatter) in sorted(names.items())
         },
     }
+    if evidence is not None and not evidence.is_empty:
+        content["by_tokens"] = evidence.to_dict()
     return content | {"hash": plan_hash(content)}
 
 
@@ -60,6 +72,17 @@ def pinned_methods(plan: Mapping[str, Any] | None, tp_size: int, config: Resolve
         raise ConfigError(f"plan= is not what mgr.plan() returned: {error!r} in its methods") from error
 
 
+def pinned_evidence(plan: Mapping[str, Any] | None) -> Evidence | None:
+    """What a checked plan's choices by T rest on; nothing else may enter them. None: no plan, so look for evidence.
+
+    Raises:
+        ConfigError: the plan's ``by_tokens`` is not what ``mgr.plan()`` wrote.
+    """
+    if plan is None:
+        return None
+    return Evidence.from_dict(plan["by_tokens"]) if "by_tokens" in plan else Evidence()
+
+
 def _legal_rows(rows: Mapping[str, Any], config: ResolvedConfig) -> dict[str, str]:
     methods: dict[str, str] = {}
     for name, row in rows.items():
@@ -69,7 +92,7 @@ def _legal_rows(rows: Mapping[str, Any], config: ResolvedConfig) -> dict[str, st
                 f"the plan pins {name} for {direction_name(row['is_reduce_scatter'])}, but here it is configured for "
                 f"{configured.direction}; make the plan with the same ub_cfgs"
             )
-        legal = (*legal_methods(name, row["is_reduce_scatter"]), "sequential")
+        legal = (*legal_methods(name, row["is_reduce_scatter"]), "sequential", "auto")
         if row["method"] not in legal:
             raise ConfigError(f"the plan pins {name} to {row['method']!r}; legal here: {', '.join(legal)}")
         methods[name] = row["method"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import SupportsIndex, cast
 
@@ -30,6 +29,14 @@ class TokenPartition:
     """
 
     counts: tuple[int, ...]
+    total: int = field(init=False, compare=False, repr=False)
+    """T: rows of all ranks together."""
+    offsets: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """First row of each rank in the [T, H] activation; R entries, each equal to the sum of the counts before it."""
+    max_count: int = field(init=False, compare=False, repr=False)
+    """The most rows that one rank owns."""
+    hash64: int = field(init=False, compare=False, repr=False)
+    """64-bit digest of the counts, the same in every process: integers hash alike whatever PYTHONHASHSEED is."""
 
     def __post_init__(self) -> None:
         if not self.counts:
@@ -43,7 +50,13 @@ class TokenPartition:
                 )
         if not any(counts):
             raise ActiveShapeError(f"a partition needs at least one row, got counts {list(self.counts)}")
-        object.__setattr__(self, "counts", counts)
+        counts = cast("tuple[int, ...]", counts)
+        facts = self.__dict__  # as every operation needs them; the class is frozen for everybody else
+        facts["counts"] = counts
+        facts["total"] = sum(counts)
+        facts["offsets"] = (0, *accumulate(counts[:-1]))
+        facts["max_count"] = max(counts)
+        facts["hash64"] = hash(counts) & 0xFFFFFFFFFFFFFFFF
 
     @classmethod
     def even(cls, num_tokens: SupportsIndex, tp_size: SupportsIndex) -> TokenPartition:
@@ -73,25 +86,10 @@ class TokenPartition:
             )
         return partition
 
-    @cached_property
-    def total(self) -> int:
-        """T: rows of all ranks together."""
-        return sum(self.counts)
-
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """First row of each rank in the [T, H] activation; R entries, each equal to the sum of the counts before it."""
-        return (0, *accumulate(self.counts[:-1]))
-
     @property
     def tp_size(self) -> int:
         """R: number of ranks."""
         return len(self.counts)
-
-    @property
-    def max_count(self) -> int:
-        """The most rows that one rank owns."""
-        return max(self.counts)
 
     def rows(self, rank: int) -> slice:
         """The rows of ``rank`` (in the TP group) as a slice into the [T, H] activation; empty when it owns none."""
@@ -110,11 +108,6 @@ class TokenPartition:
             if start <= row < start + count:
                 return rank
         raise AssertionError(f"no rank of {self} owns row {row}")
-
-    @cached_property
-    def hash64(self) -> int:
-        """64-bit digest of the counts, the same in every process: integers hash alike whatever PYTHONHASHSEED is."""
-        return hash(self.counts) & 0xFFFFFFFFFFFFFFFF
 
 
 def as_int(value: object) -> int | None:

@@ -9,9 +9,10 @@ import pytest
 from tests.comm import operations as ops
 from tests.comm import rank_functions as functions
 from tpoverlap.testing import RankPool
+from tpoverlap.testing.simulated import SimulatedBackend
 
 Pools = Callable[[int], RankPool]
-BACKENDS = ["shared", "process_group"]
+BACKENDS = ["shared", "process_group", SimulatedBackend]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -16,6 +16,7 @@ IN_A_FILE = {  # tests/config/test_surroundings.py has them
     "overlap-switched-off", "fp8-training", "tp-size-contradicted", "name-contradicts-contents", "not-tuned",
 }  # fmt: skip
 RING, BULK, PIPELINE = {"method": "ring_exchange"}, {"method": "bulk"}, {"method": "pipeline"}
+ROWS = {"features": 8, "width": 16, "rows": [{"up_to": 4, "method": "sequential"}]}
 AG, RS = {"is_reduce_scatter": False}, {"is_reduce_scatter": True}
 
 # rule id -> (fires on, keyword arguments, name and key it blames, does not fire on)
@@ -24,6 +25,10 @@ CASES: dict[str, tuple[dict[Any, Any], dict[str, Any], tuple[str, str], dict[Any
     "bad-name": ({"my gemm": RING | AG}, {}, ("my gemm", ""), {"my.gemm-1": RING | AG}),
     "section-not-mapping": ({"tpoverlap": [1]}, {}, ("tpoverlap", ""), {"tpoverlap": {}}),
     "section-key-unread": ({"tpoverlap": {"later": 1}}, {}, ("tpoverlap", "later"), {"tpoverlap": {}}),
+    "by-tokens-illegal": (
+        {"tpoverlap": {"by_tokens": {"fc1_fprop": ROWS | {"width": 0}}}}, {},
+        ("tpoverlap", "by_tokens.fc1_fprop.width"), {"tpoverlap": {"by_tokens": {"fc1_fprop": ROWS}}},
+    ),
     "foreign-key": ({"MODEL_ARGS": {"--async-save": True}}, {}, ("MODEL_ARGS", ""), {"mtp": {"num_sm": 2}}),
     "unknown-option": ({"fc1_fprop": {"num_sms": 2}}, {}, ("fc1_fprop", "num_sms"), {"fc1_fprop": {"num_sm": 2}}),
     "value-type": ({"fc1_fprop": {"use_ce": "true"}}, {}, ("fc1_fprop", "use_ce"), {"fc1_fprop": {"use_ce": 1}}),

@@ -58,7 +58,7 @@ def arrivals(case: Case) -> None:
         matrix = weight.t() if number % 2 else weight.t().contiguous()
         case.launcher.gathered_rows(
             x[20:45].contiguous(), RowBlock(20, 45), slot, blocks, matrix, bias, out, Gate(flags.data_ptr(), epoch)
-        )
+        )()
         late.join()
         reference = x.double() @ weight.double().t() + bias.double()
         case.close(out, torch.addmm(bias, x, weight.t()), reference, f"epoch {epoch}")
@@ -80,7 +80,7 @@ def gives_up(case: Case) -> None:
     flags = torch.zeros(8, dtype=torch.int32)
     flags[0] = 3
     blocks = (RowBlock(16, 64, (PieceRows(0, 16, 32), PieceRows(1, 32, 64))),)
-    impatient.gathered_rows(x[:16], RowBlock(0, 16), x, blocks, weight.t(), None, out, Gate(flags.data_ptr(), 3))
+    impatient.gathered_rows(x[:16], RowBlock(0, 16), x, blocks, weight.t(), None, out, Gate(flags.data_ptr(), 3))()
     assert impatient.gave_up
     assert torch.isnan(out[32:]).all(), "what was not waited for may not look like a number"
     assert not torch.isnan(out[:16]).any(), "own rows depend on nobody"
@@ -102,7 +102,7 @@ def counts(case: Case) -> None:
         out = case.empty(70, 40)
         for word, tiles in case.launcher.tiles_per_word(gemm, blocks).items():
             expected[word] = expected.get(word, 0) + tiles
-        case.launcher.partial_rows(gemm, blocks, out, counters)
+        case.launcher.partial_rows(gemm, blocks, out, counters)()
         reference = sum(left.double() @ matrix.double() for left, matrix in zip(lefts, matrices, strict=True))
         if gemm.addend is not None:
             reference = reference + gemm.addend.double()
@@ -124,7 +124,7 @@ def adds(case: Case) -> None:
         gemm = PartialGemm([case.draw(50, 40)], [case.draw(24, 40).t()], case.draw(50, 24), case.draw(24))
         blocks = case.draw(num_ranks - 1, 37, 24) * 100  # so that the order of additions shows
         out = case.empty(37, 24)
-        case.launcher.own_rows(gemm, rows, out, Received(blocks.data_ptr(), rank, num_ranks))
+        case.launcher.own_rows(gemm, rows, out, Received(blocks.data_ptr(), rank, num_ranks))()
         own = gemm.lefts[0][5:42].float() @ gemm.matrices[0].float()
         assert gemm.addend is not None and gemm.bias is not None
         own = own + gemm.addend[5:42].float() + gemm.bias.float()
@@ -156,7 +156,7 @@ def adds_late(case: Case) -> None:
     late = threading.Thread(target=arrive)
     late.start()
     received = Received(slot.data_ptr(), rank, num_ranks, Gate(flags.data_ptr(), 9), words)
-    case.launcher.own_rows(gemm, rows, out, received)
+    case.launcher.own_rows(gemm, rows, out, received)()
     late.join()
     own = gemm.lefts[0][10:50].float() @ gemm.matrices[0].float()
     exact = sent[0].double() + gemm.lefts[0][10:50].double() @ gemm.matrices[0].double() + sent[1].double()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,11 +46,27 @@ def test_all_gather(tile_index: int) -> None:
 @pytest.mark.parametrize("tile_index", [0, 1])
 def test_reduce_scatter(tile_index: int) -> None:
     partial = build(tile_index, SIGNALS=True)
+    assert partial["carried"] == 5, "each tile bumps its own words: Triton 3.6 dropped two of a place's five numbers"
     assert partial["wgmma"] and not partial["spills"], partial
     assert partial["releases"] == 1, "one counter is bumped a tile, with release order"
     assert partial["bulk_waits"], "a bulk store must have written before it is counted"
     own = build(tile_index, NUM_RANKS=2, RANK=1, SUM_GATED=True)
     assert own["wgmma"] and own["spills"] <= 64, own  # a few, once a tile
+
+
+@pytest.mark.parametrize("tile_index", [0, 1, 4])
+def test_all_gather_in_one_launch(tile_index: int) -> None:
+    found = build(tile_index, HAS_OWN=True, GATED=True, PUSHES=True)
+    assert found["wgmma"] and found["bulk_loads"] and not found["spills"], found
+    assert found["wide_stores"] and found["wide_loads"], "rows are pushed in 16-byte vectors"
+    assert found["flags"] == 1, "one place sets flags at peers, with release order at system scope"
+
+
+@pytest.mark.parametrize("tile_index", [1, 3, 4])
+def test_reduce_scatter_in_one_launch(tile_index: int) -> None:
+    found = build(tile_index, kernel="scatter_gemm", NUM_RANKS=2, RANK=1)
+    assert found["wgmma"] and found["bulk_loads"] and found["spills"] <= 64, found
+    assert found["wide_stores"] and found["flags"] == 1 and found["acquires"] >= 2, found
 
 
 def main(tile_index: int, given: dict[str, Any]) -> None:
@@ -58,17 +75,20 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tpoverlap.gemm.triton import tiles
-    from tpoverlap.gemm.triton.tile_gemm import _CHANGING, tile_gemm
+    from tpoverlap.gemm.triton import scatter_gemm, tile_gemm, tiles
 
+    module = scatter_gemm if given.pop("kernel", "") == "scatter_gemm" else tile_gemm
+    kernel = getattr(module, module.__name__.rsplit(".")[-1])
     tile = tiles._HALF[tile_index][0]
     constants = {
         **dict.fromkeys(("HAS_OWN", "HAS_BIAS", "HAS_ADDEND", "GATED", "SIGNALS", "SUM_GATED", "ADDRESSED"), False),
         **{"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group, "PARTS": tile.parts},
         **{"NUM_TERMS": 1, "TMA": True, "TMA_STORE": True, "N_MAJOR": True, "PRECISION": "tf32"},
-        **{"NUM_RANKS": 1, "RANK": 0, "INTERPRETED": False},
+        **{"NUM_RANKS": 1, "RANK": 0, "INTERPRETED": False, "PUSHES": False},
         **given,
     }
+    names = list(kernel.arg_names)
+    constants = {name: value for name, value in constants.items() if name in names}
     left, right = (tile.rows, tile.depth), (tile.columns, tile.depth)
     described = {name: left for name in ("own", "a0", "a1", "a2")} | {name: right for name in ("b0", "b1", "b2")}
     described["out_descriptor"] = (tile.rows, tile.columns // tile.parts)
@@ -79,19 +99,20 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
             return "constexpr"
         if name in described:
             return f"tensordesc<bf16[{described[name][0]},{described[name][1]}]>"
-        if name in ("table", "counters"):
+        if name in ("table", "counters", "pushes", "done", "places", "parts", "ticket"):
             return "*i32"
-        if name in ("out", "bias", "addend"):
+        if name in ("out", "bias", "addend", "source"):
             return "*bf16"
+        if name == "peers":
+            return "*i64"
         return "i64" if name in wide else "i32"
 
-    names = list(tile_gemm.arg_names)
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name not in constants and name not in _CHANGING and name not in described
+        if name not in constants and name not in module._CHANGING and name not in described
     }
-    source = ASTSource(tile_gemm, {name: type_of(name) for name in names}, constexprs=constants, attrs=aligned)
+    source = ASTSource(kernel, {name: type_of(name) for name in names}, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx: str = binary.asm["ptx"]
@@ -104,6 +125,10 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
                 "bulk_waits": ptx.count("cp.async.bulk.wait_group 0;"),
                 "acquires": ptx.count("ld.acquire.sys.global.b32"),
                 "releases": ptx.count("sys.release.add") + ptx.count("release.sys.global.add"),
+                "flags": ptx.count("sys.release.exch") + ptx.count("release.sys.global.exch"),
+                "wide_stores": ptx.count("st.global.v4.b32"),
+                "wide_loads": ptx.count("ld.global.v4.b32"),
+                "carried": _carried(binary.asm["ttgir"]),
                 "shared_bytes": binary.metadata.shared,
                 "spills": _stack_bytes(binary.asm["cubin"]),
             }
@@ -111,9 +136,14 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
     )
 
 
+def _carried(ttgir: str) -> int:
+    """How many numbers the loop over tiles hands to its next turn."""
+    found = re.search(r"scf\.for .*? to %num\w+ step %programs .*-> \(([^)]*)\)", ttgir)
+    return 0 if found is None else len(found[1].split(","))
+
+
 def _stack_bytes(binary: bytes) -> int:
     """Bytes of stack a thread, by the disassembler that Triton ships."""
-    import re
     import tempfile
 
     import triton.backends.nvidia

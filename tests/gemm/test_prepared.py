@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tpoverlap.gemm.triton import TileShape, compiled
-from tpoverlap.gemm.triton.compiled import COUNTERS, EPOCH, TILE_GEMM_ARGUMENTS, CompiledKernels
+from tpoverlap.gemm.triton.compiled import SCATTER_GEMM, TILE_GEMM, CompiledKernels, Kernel
 
 TILE = TileShape(16, 32, 32, 1, 4)
 
@@ -27,40 +27,41 @@ class FakeBinary:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_names_are_the_kernels() -> None:
-    from tpoverlap.gemm.triton.tile_gemm import tile_gemm
-
-    names = list(tile_gemm.arg_names)
-    assert tuple(names[: len(TILE_GEMM_ARGUMENTS)]) == TILE_GEMM_ARGUMENTS
-    assert all(name.isupper() for name in names[len(TILE_GEMM_ARGUMENTS) :]), "then come the constants"
+@pytest.mark.parametrize("kernel", [TILE_GEMM, SCATTER_GEMM], ids=lambda kernel: kernel.name)
+def test_the_names_are_the_kernels(kernel: Kernel) -> None:
+    names, ours = list(kernel.load().arg_names), kernel.arguments
+    assert tuple(names[: len(ours)]) == ours
+    assert all(name.isupper() for name in names[len(ours) :] if name not in ("K0", "N")), "then come the constants"
 
 
 def test_only_the_epoch_and_the_counters_change(monkeypatch: pytest.MonkeyPatch) -> None:
     binary, slow = FakeBinary(), []
+    epoch, counters_at = TILE_GEMM.epoch, TILE_GEMM.counters
+    assert counters_at is not None
     monkeypatch.setattr(
-        compiled, "launch_slowly", lambda programs, given, constants, tile: slow.append(given) or binary
+        compiled, "launch_slowly", lambda kernel, programs, given, constants, tile: slow.append(given) or binary
     )
     kernels = CompiledKernels()
     activation, table, counters = torch.zeros(64, 32), torch.zeros(4, 4), torch.zeros(8, dtype=torch.int32)
-    arguments: list[Any] = list(range(len(TILE_GEMM_ARGUMENTS)))
+    arguments: list[Any] = list(range(len(TILE_GEMM.arguments)))
     arguments[0] = table
     arguments[3] = kernels.descriptor(activation, (16, 32))
     arguments[23] = activation
     constants = ("constant",) * 3
     for _ in range(2):
-        kernels.load("variant", lambda: tuple(arguments), constants, TILE)
+        kernels.load(TILE_GEMM, "variant", lambda: tuple(arguments), constants, TILE)
     assert len(slow) == 1, "compiled and loaded once"
-    prepared = kernels.prepare("variant", 7, tuple(arguments), constants, TILE)
+    prepared = kernels.prepare(TILE_GEMM, "variant", 7, tuple(arguments), constants, TILE)
     prepared.launch((1 << 32) - 1, counters)
     prepared.launch(1 << 32, None)
     first, second = binary.launches
     assert first[0] == (7, 1, 1) and first[1] is table and first[-3:] == constants
-    assert first[1 + EPOCH] == -1 and second[1 + EPOCH] == 0
-    assert first[1 + COUNTERS] == second[1 + COUNTERS] == counters.data_ptr()
+    assert first[1 + epoch] == -1 and second[1 + epoch] == 0
+    assert first[1 + counters_at] == second[1 + counters_at] == counters.data_ptr()
     assert first[1 + 23] == activation.data_ptr(), "an address, not the tensor"
     shown = first[1 + 3]
     assert (shown.base.data_ptr(), shown.shape, shown.strides) == (activation.data_ptr(), [64, 32], [32, 1])
-    untouched = [i for i in range(len(arguments)) if i not in (0, 3, 23, EPOCH, COUNTERS)]
+    untouched = [i for i in range(len(arguments)) if i not in (0, 3, 23, epoch, counters_at)]
     assert [first[1 + i] for i in untouched] == [arguments[i] for i in untouched]
 
 
@@ -69,11 +70,11 @@ def test_it_keeps_no_activation_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = CompiledKernels()
     activation = torch.zeros(64, 32)
     gone = weakref.ref(activation)
-    arguments: list[Any] = [torch.zeros(4, 4), *range(1, len(TILE_GEMM_ARGUMENTS))]
+    arguments: list[Any] = [torch.zeros(4, 4), *range(1, len(TILE_GEMM.arguments))]
     arguments[5] = kernels.descriptor(activation, (16, 32))
     arguments[23] = activation
-    kernels.load("variant", lambda: (), (), TILE)
-    kept = kernels.prepare("variant", 1, tuple(arguments), (), TILE)
+    kernels.load(TILE_GEMM, "variant", lambda: (), (), TILE)
+    kept = kernels.prepare(TILE_GEMM, "variant", 1, tuple(arguments), (), TILE)
     del activation, arguments
     gc.collect()
     assert gone() is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -26,6 +27,18 @@ def context_of(
     return replace(made, method=method, config=replace(made.config, method=method, use_ce=use_ce, num_sm=2))
 
 
+@contextmanager
+def forced_form(form: str) -> Iterator[None]:
+    """Within the block `fused` has that form ("": as it chooses)."""
+    chosen = fused.choose_form
+    if form:
+        fused.choose_form = lambda direction, num_tokens: form  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        fused.choose_form = chosen
+
+
 def gather(
     rank: int,
     size: int,
@@ -36,6 +49,7 @@ def gather(
     num_weights: int = 1,
     dgrad_layout: bool = False,
     delay_s: float = 0.0,
+    form: str = "",
 ) -> int:
     """All-gather + GEMM for every partition; returns how many comparisons were made."""
     run = {"fused": fused.all_gather, "ring_exchange": ring_exchange.all_gather}[method]
@@ -55,8 +69,10 @@ def gather(
                 biases.append(setting.draw(rank, (features,), "b", rank, number) if (turn + number) % 2 else None)
                 outs.append(x.new_full((partition.total, features), float("nan")))
             gathered: list[torch.Tensor] = []
-            reads = (lambda whole, keep=gathered: keep.append(whole.clone())) if turn % 2 == 0 else None
-            with delay_transfers(manager, delay_s, only_source=turn % size):
+            # Who reads the gathered rows gets the copy-engine form, so one launch is never asked to.
+            wants = turn % 2 == 0 and form != "one_launch"
+            reads = (lambda whole, keep=gathered: keep.append(whole.clone())) if wants else None
+            with delay_transfers(manager, delay_s, only_source=turn % size), forced_form(form):
                 context = context_of(manager, partition, scatter=False, method=method, use_ce=use_ce)
                 run(context, x[own].contiguous(), RowGemm(matrices, biases, outs), reads)
             for matrix, bias, out in zip(matrices, biases, outs, strict=True):
@@ -80,6 +96,7 @@ def scatter(
     num_terms: int = 1,
     addend: bool = False,
     delay_s: float = 0.0,
+    form: str = "",
 ) -> int:
     """GEMM + reduce-scatter for every partition; returns how many comparisons were made."""
     run = {"fused": fused.reduce_scatter, "ring_exchange": ring_exchange.reduce_scatter}[method]
@@ -102,7 +119,7 @@ def scatter(
                 return PartialGemm(lefts, matrices, extra, setting.draw(rank, (width,), "b") if turn % 2 else None)
 
             out = setting.draw(rank, (own.stop - own.start, width), "out").fill_(float("nan"))
-            with delay_transfers(manager, delay_s, only_source=turn % size):
+            with delay_transfers(manager, delay_s, only_source=turn % size), forced_form(form):
                 run(context_of(manager, partition, scatter=True, method=method, use_ce=use_ce), task(rank), out)
             reference, twin = None, None
             for q in range(size):
@@ -145,7 +162,7 @@ def bulk_by_programs(rank: int, size: int, setting: Setting, partitions: Sequenc
     return len(partitions)
 
 
-def peer_never_comes(rank: int, size: int, setting: Setting) -> str:
+def peer_never_comes(rank: int, size: int, setting: Setting, form: str = "") -> str:
     """Rank 1 stays away: rank 0 gets an error within the time-out and no number."""
     partition = TokenPartition.balanced(setting.capacity, size)
     started = time.monotonic()
@@ -156,9 +173,10 @@ def peer_never_comes(rank: int, size: int, setting: Setting) -> str:
         x = setting.draw(rank, (partition.counts[0], setting.hidden), "x")
         weight = setting.draw(rank, (setting.features, setting.hidden), "w")
         try:
-            fused.all_gather(
-                context_of(manager, partition, scatter=False), x, RowGemm([weight.t()], [None], [out]), None
-            )
+            with forced_form(form):
+                fused.all_gather(
+                    context_of(manager, partition, scatter=False), x, RowGemm([weight.t()], [None], [out]), None
+                )
             manager.check()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from tests.overlap import fused_ranks
+from tpoverlap.overlap import fused_form
 from tpoverlap.testing import RankFailure, RankPool
 from tpoverlap.testing.conformance.setting import Setting
 from tpoverlap.tokens import TokenPartition
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DTYPES = [torch.float32, torch.float16]  # the interpreter's bfloat16 product is wrong
+PLAIN = ("fused", True, 1, False, 0.0)
+FORMS = list(fused_form.FORMS)
 
 
 @pytest.fixture(scope="module")
@@ -34,27 +37,40 @@ def setting(dtype: torch.dtype, timeout_s: float = 30.0) -> Setting:
     return Setting(dtype=dtype, backend="shared", capacity=40, timeout_s=timeout_s)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_gather(pool: RankPool, dtype: torch.dtype) -> None:
+def test_all_gather(pool: RankPool, dtype: torch.dtype, form: str) -> None:
     turns = partitions(2)
-    assert pool.run(fused_ranks.gather, setting(dtype), turns) == [len(turns)] * 2
+    assert pool.run(fused_ranks.gather, setting(dtype), turns, *PLAIN, form) == [len(turns)] * 2
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reduce_scatter(pool: RankPool, dtype: torch.dtype) -> None:
+def test_reduce_scatter(pool: RankPool, dtype: torch.dtype, form: str) -> None:
     turns = partitions(2)
-    assert pool.run(fused_ranks.scatter, setting(dtype), turns) == [len(turns)] * 2
+    assert pool.run(fused_ranks.scatter, setting(dtype), turns, *PLAIN, form) == [len(turns)] * 2
 
 
-def test_two_weights_dgrad_layout_and_late_rows(pool: RankPool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_several_pieces(pool: RankPool, form: str) -> None:
+    """More rows than one flag stands for, and pieces that tiles do not end with."""
+    turns = [TokenPartition.from_counts(counts) for counts in ([150, 141], [131, 0], [20, 150])]
+    large = Setting(dtype=torch.float32, backend="shared", capacity=300, hidden=16, features=8, timeout_s=60.0)
+    assert pool.run(fused_ranks.gather, large, turns, *PLAIN, form) == [len(turns)] * 2
+    assert pool.run(fused_ranks.scatter, large, turns, *PLAIN, form) == [len(turns)] * 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_weights_dgrad_layout_and_late_rows(pool: RankPool, form: str) -> None:
     turns = partitions(2)
-    ran = pool.run(fused_ranks.gather, setting(torch.float32), turns, "fused", True, 2, True, 0.02)
+    ran = pool.run(fused_ranks.gather, setting(torch.float32), turns, "fused", True, 2, True, 0.02, form)
     assert ran == [2 * len(turns)] * 2
 
 
-def test_three_terms_an_addend_and_late_rows(pool: RankPool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_three_terms_an_addend_and_late_rows(pool: RankPool, form: str) -> None:
     turns = partitions(2)
-    ran = pool.run(fused_ranks.scatter, setting(torch.float32), turns, "fused", True, 3, True, 0.02)
+    ran = pool.run(fused_ranks.scatter, setting(torch.float32), turns, "fused", True, 3, True, 0.02, form)
     assert ran == [len(turns)] * 2
 
 
@@ -70,15 +86,19 @@ def test_bulk_by_copy_programs(pool: RankPool) -> None:
     assert pool.run(fused_ranks.bulk_by_programs, setting(torch.float16), turns) == [len(turns)] * 2
 
 
-def test_three_ranks() -> None:
-    turns = partitions(3)
-    with RankPool(3, env={"TRITON_INTERPRET": "1"}) as three:
-        assert three.run(fused_ranks.gather, setting(torch.float32), turns) == [len(turns)] * 3
-        assert three.run(fused_ranks.scatter, setting(torch.float32), turns) == [len(turns)] * 3
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_ranks(size: int) -> None:
+    turns = partitions(size)[:: size - 2]
+    with RankPool(size, env={"TRITON_INTERPRET": "1"}) as more:
+        for form in FORMS:
+            for run in (fused_ranks.gather, fused_ranks.scatter):
+                ran = more.run(run, setting(torch.float32), turns, *PLAIN, form, timeout_s=120.0)
+                assert ran == [len(turns)] * size
 
 
-def test_a_peer_that_never_comes_is_an_error(pool: RankPool) -> None:
-    message, _ = pool.run(fused_ranks.peer_never_comes, setting(torch.float32, timeout_s=2.0))
+@pytest.mark.parametrize("form", FORMS)
+def test_a_peer_that_never_comes_is_an_error(pool: RankPool, form: str) -> None:
+    message, _ = pool.run(fused_ranks.peer_never_comes, setting(torch.float32, timeout_s=2.0), form)
     assert message.startswith("PeerTimeoutError") and "rank 1" in message
 
 

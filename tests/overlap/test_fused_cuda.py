@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.overlap import fused_ranks
+from tpoverlap.overlap import fused_form
 from tpoverlap.testing import RankPool
 from tpoverlap.testing.conformance.setting import Setting
 
@@ -26,21 +27,33 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield started
 
 
+@pytest.mark.parametrize("form", fused_form.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_every_t(pool: RankPool, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+def test_every_t(pool: RankPool, dtype: torch.dtype, sizes: dict[str, Any], form: str) -> None:
     setting = Setting(device="cuda", dtype=dtype, **sizes)
     turns = setting.partitions(pool.world_size)
-    assert pool.run(fused_ranks.gather, setting, turns, timeout_s=120) == [len(turns)] * pool.world_size
-    assert pool.run(fused_ranks.scatter, setting, turns, timeout_s=120) == [len(turns)] * pool.world_size
+    for run in (fused_ranks.gather, fused_ranks.scatter):
+        ran = pool.run(run, setting, turns, "fused", True, 1, False, 0.0, form, timeout_s=120)
+        assert ran == [len(turns)] * pool.world_size
 
 
+@pytest.mark.parametrize("form", fused_form.FORMS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_several_weights_and_late_rows(pool: RankPool, sizes: dict[str, Any]) -> None:
+def test_several_weights_and_late_rows(pool: RankPool, sizes: dict[str, Any], form: str) -> None:
     setting = Setting(device="cuda", dtype=torch.bfloat16, **sizes)
     turns = setting.partitions(pool.world_size)[::2]
-    pool.run(fused_ranks.gather, setting, turns, "fused", True, 2, True, 0.002, timeout_s=120)
-    pool.run(fused_ranks.scatter, setting, turns, "fused", True, 3, True, 0.002, timeout_s=120)
+    pool.run(fused_ranks.gather, setting, turns, "fused", True, 2, True, 0.002, form, timeout_s=120)
+    pool.run(fused_ranks.scatter, setting, turns, "fused", True, 3, True, 0.002, form, timeout_s=120)
+
+
+@pytest.mark.parametrize("form", fused_form.FORMS)
+def test_more_tiles_than_programs(pool: RankPool, form: str) -> None:
+    """Each program has several tiles, of several pieces: Triton 3.6 once let all of them count for the first piece."""
+    setting = Setting(device="cuda", dtype=torch.bfloat16, capacity=4100, hidden=4096, features=512)
+    turns = setting.partitions(pool.world_size)[:4]
+    for run in (fused_ranks.gather, fused_ranks.scatter):
+        pool.run(run, setting, turns, "fused", True, 1, False, 0.0, form, timeout_s=120)
 
 
 @pytest.mark.parametrize("method", ["ring_exchange", "fused"])

@@ -20,6 +20,10 @@ BROKEN = {
     "grant_after_send": "(n) the credit of a held slot is enqueued after the sends of the operation that ends the hold",
     "deaf_check": "(o) a rank without unfinished work does not look at its abort words",
     "stale_flags": "(p) the flag of a piece that operations do not have is left alone for half of the epochs",
+    "no_entered": "(q) fused AG: the kernel that fills the GPU starts before every peer has entered the operation",
+    "no_computed": "(r) fused RS: the kernel that fills the GPU starts before the peers have computed its rows",
+    "waits_before_pushing": "(s) one launch: programs wait for the peers' rows before they send their own",
+    "no_reserve": "(t) one launch: the kernel leaves no multiprocessor to other libraries",
 }
 """Broken variants. (d), depth 1 with the credit of two uses ago, is ``Config(depth=1, credit_lag=2)``."""
 
@@ -33,7 +37,8 @@ class Config:
         ops: one letter an operation, in the order of the sequence numbers: A uses the all-gather region, R the
             reduce-scatter region; lower case: the slot is *held* (``get_buffer``), its last reader may run until
             this rank starts the next-but-one operation on the region; S only compares descriptors (the
-            ``sequential`` method, which moves its rows with plain collectives).
+            ``sequential`` method, which moves its rows with plain collectives). G and F are `fused` AG and RS by copy
+            engine, L and M in one launch.
         depth: slots a region.
         credit_lag: a source waits for the credit of ``u - credit_lag``; None: ``depth``, as it must be.
         ring: descriptors kept for each source.
@@ -50,6 +55,9 @@ class Config:
         device: how errors work. False (CPU): waiters raise and the rank's remaining work is dropped. True (CUDA): a
             stream cannot be stopped; a mismatch stalls it, the watchdog poisons what it waits for, and everything
             that was enqueued still runs, on garbage.
+        library: on another stream of every rank a kernel of another library waits for its like on all ranks. It holds
+            multiprocessors while it does, and gets none where a kernel fills the GPU.
+        behind: a rank whose caller's stream waits for that kernel before its first operation.
         dies: a rank of which every stream may stop for ever before any write.
         gives_up: ranks that may raise, abort or time out at any moment, not only when nothing else can happen.
         deviates: (rank, index of operation, what): "op", "T", "counts" or "skip".
@@ -70,6 +78,8 @@ class Config:
     one_queue: bool = False
     descriptor_wait: bool = True
     device: bool = False
+    library: bool = False
+    behind: int | None = None
     dies: int | None = None
     gives_up: tuple[int, ...] = ()
     deviates: tuple[int, int, str] | None = None
@@ -88,6 +98,8 @@ class Config:
     def reducible(self) -> bool:
         """Whether the reduction of `model` is sound: words are monotone and no stream is dropped early."""
         # These break data, not words.
+        if self.library:  # multiprocessors are taken and given back
+            return False
         races = {"flag_before_data", "no_credit_wait", "credit_before_read", "poison_before_abort"}
         monotone = set(self.broken) <= races and self.ring >= len(self.ops) and self.descriptor_wait
         early = (self.gives_up or self.deviates) and not self.device

@@ -19,6 +19,7 @@ same rules: an AG cell is the chunk of a source, an RS cell the partial rows tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from .config import Config
 from .steps import Code, Guard, Op, State, Step, Thread
@@ -38,6 +39,11 @@ from .words import (
     seq_of,
 )
 
+FORMS = {"G": ("A", "engine"), "F": ("R", "engine"), "L": ("A", "launch"), "M": ("R", "launch")}
+"""Letters of `fused`: region and form."""
+COMPUTED = "computed"
+"""In place of a piece's number: the arrival word of piece 63, which says that all rows for the owner are computed."""
+
 
 def build(config: Config) -> Code:
     """Programs of all ranks."""
@@ -48,7 +54,7 @@ def build(config: Config) -> Code:
 def _build(config: Config, words: Words) -> Code:
     code = Code(words, [], [], [])
     for rank in range(config.tp_size):
-        for kind in ("error", "watchdog", "released", "raised", "taint"):
+        for kind in ("error", "watchdog", "released", "raised", "taint", "full", "tentative"):
             words.at(kind, rank)
         for source in range(config.tp_size):
             words.at("abort", rank, source)
@@ -78,14 +84,20 @@ class _RankBuilder:
         uses = dict.fromkeys(callers, 0)
         held: dict[tuple[str, int], Op] = {}
         for number, (letter, variant) in enumerate(config.rank_ops(self.rank)):
-            kind = letter.upper()
+            kind, form = FORMS.get(letter, (letter.upper(), ""))
             uses[kind] += 1
-            op = Op(self.rank, number + 1, kind, uses[kind], variant, letter.islower())
+            op = Op(self.rank, number + 1, kind, uses[kind], variant, letter.islower(), form)
             if op.held:
                 held[kind, op.use] = op
             ended = held.pop((kind, op.use - config.depth), None)
             self._operation(op, ended, comm, callers[kind], host)
-        for thread in (comm, caller, other, host):
+        library = self._thread("library")
+        if config.library:
+            library.steps = self._library()
+            if config.behind == self.rank:
+                done = self.at("library ends", self.rank)
+                caller.steps.insert(0, self._wait_count(f"rank {self.rank} waits for the other library", done, 1))
+        for thread in (comm, caller, other, host, library):
             if thread.steps and thread not in self.code.threads:
                 if config.gives_up and thread in callers.values():
                     thread.steps.append(Step("end"))  # not eager: whether a rank can still give up depends on it
@@ -115,6 +127,12 @@ class _RankBuilder:
             receives[-1:-1] = credits
         else:
             tail += credits
+        if op.form == "launch":
+            comm.steps += self._launch_sends(op, caller, publish)
+            caller.steps += [*head, self._join(op), *self._one_launch(op, caller), *credits]
+            return
+        if op.form:
+            receives = self._fused_receives(op, caller)
         sends = self._sends(op, caller, publish if "late_descriptor" in broken else [])
         if "host_publishes" in broken:
             host.steps += publish
@@ -157,7 +175,10 @@ class _RankBuilder:
             count = self.config.tp_size - 1
             for number, peer in enumerate(self._destinations(op)):
                 label = self._label(op, f"partial rows for rank {peer} are computed")
-                steps.append(self._set(label, made, (op.use - 1) * count + number + 1))
+                made_one = self._set(label, made, (op.use - 1) * count + number + 1)
+                if op.form and self.config.library:  # a persistent kernel: its last programs need the whole GPU
+                    made_one = replace(made_one, guard=self._library_is_gone(), eager=False)
+                steps.append(made_one)
         return steps
 
     def _join(self, op: Op) -> Step:
@@ -205,10 +226,14 @@ class _RankBuilder:
             if pieces and "no_credit_wait" not in self.config.broken:
                 steps.append(self._wait_credit(op, peer))
             for piece in range(pieces):
+                if op.kind == "R" and op.form and piece == pieces - 1:
+                    steps.append(self._computed(op, peer))
                 copy, flag = self._copy(op, peer, piece), self._arrival(op, peer, piece)
                 steps += [flag, *copy] if "flag_before_data" in self.config.broken else [*copy, flag]
             if "stale_flags" not in self.config.broken:
                 steps += [self._arrival(op, peer, piece) for piece in range(pieces, max(self.config.pieces))]
+                if op.kind == "R" and "F" in self.config.ops and not (op.form and pieces):
+                    steps.append(self._computed(op, peer))
             steps += late_publish
             late_publish = []
         return [*steps, self._set(self._label(op, "sends are done"), self.at("sent", self.rank), op.seq)]
@@ -244,7 +269,11 @@ class _RankBuilder:
         word = self._arrival_word(peer, op, self.rank, piece)
         return self._set(self._label(op, f"arrival flag of piece {piece} at rank {peer}"), word, self._stored(op.use))
 
-    def _arrival_word(self, owner: int, op: Op, source: int, piece: int) -> int:
+    def _computed(self, op: Op, peer: int) -> Step:
+        word = self._arrival_word(peer, op, self.rank, COMPUTED)
+        return self._set(self._label(op, f"rank {peer} is told that its rows are computed"), word, self._stored(op.use))
+
+    def _arrival_word(self, owner: int, op: Op, source: int, piece: int | str) -> int:
         return self.at("arrival", owner, op.kind, self._slot(op), source, piece, initial=self.config.first_epoch)
 
     # -- descriptors ---------------------------------------------------------------------------------------------
@@ -325,6 +354,103 @@ class _RankBuilder:
 
             self.differs.append(differs)
 
+    # -- fused ---------------------------------------------------------------------------------------------------
+
+    def _library(self) -> list[Step]:
+        """A collective of another library: it needs a multiprocessor, holds it, and waits for its like on all ranks."""
+        full, mine = self.at("full", self.rank), self.at("library starts", self.rank)
+        all_ranks = [self.at("library starts", rank) for rank in range(self.config.tp_size)]
+        ends = self.at("library ends", self.rank)
+
+        def begin(state: bytearray) -> None:
+            state[mine] = 1
+
+        def end(state: bytearray) -> None:
+            state[ends] = 1
+
+        name = f"rank {self.rank}: the other library's kernel"
+        return [
+            Step(f"{name} starts", lambda state: not state[full], begin, shows=True),
+            Step(f"{name} ends", lambda state: all(state[word] for word in all_ranks), end, shows=True),
+        ]
+
+    def _library_is_gone(self) -> Guard:
+        starts, ends = self.at("library starts", self.rank), self.at("library ends", self.rank)
+        return lambda state: not state[starts] or bool(state[ends])
+
+    def _kernel(self, op: Op, inside: list[Step], *, fills: bool) -> list[Step]:
+        """A spinning kernel; ``fills``: it takes every multiprocessor, and cannot end while somebody holds some."""
+        full = self.at("full", self.rank)
+
+        def set_full(value: int) -> Callable[[bytearray], None]:
+            def effect(state: bytearray) -> None:
+                state[full] = value
+
+            return effect
+
+        if not (fills and self.config.library):
+            return inside
+        guard = self._library_is_gone()
+        begin = Step(self._label(op, "the kernel fills the GPU"), None, set_full(1))
+        return [begin, *inside, Step(self._label(op, "the kernel ends"), guard, set_full(0))]
+
+    def _fused_receives(self, op: Op, caller: Thread) -> list[Step]:
+        """By copy engine: the kernel starts when it only waits for copies, and its tiles wait for the pieces."""
+        before: list[Step] = []
+        inside: list[Step] = []
+        for source in self._sources(op):
+            before += self._expect(op, caller, source)
+            pieces = self.config.num_pieces(op.seq, op.kind, source, self.rank)
+            if op.kind == "R" and pieces and "no_computed" not in self.config.broken:
+                word = self._arrival_word(self.rank, op, source, COMPUTED)
+                label = self._label(op, f"rank {source} has computed what it sends")
+                before.append(self._wait_epoch(label, word, self._stored(op.use)))
+            inside += self._reads(op, source, arrival=True)
+        kernel = self._kernel(op, inside, fills=True)
+        return [*kernel, *before] if "no_entered" in self.config.broken else [*before, *kernel]
+
+    def _launch_sends(self, op: Op, caller: Thread, publish: list[Step]) -> list[Step]:
+        """What the comm stream does for a kernel that pushes by itself: descriptors, then the credits."""
+        started = self.at("started", self.rank, caller.name)
+        steps = [self._wait_count(self._label(op, "the comm stream may start"), started, op.seq), *publish]
+        for peer in self._destinations(op):
+            if self.config.num_pieces(op.seq, op.kind, self.rank, peer) and "no_credit_wait" not in self.config.broken:
+                steps.append(self._wait_credit(op, peer))
+        return [*steps, self._set(self._label(op, "credits are there"), self.at("sent", self.rank), op.seq)]
+
+    def _one_launch(self, op: Op, caller: Thread) -> list[Step]:
+        """The kernel pushes, then reads what arrived; what it made of that is used after the compare."""
+        pushes, reads = [], []
+        for peer in self._destinations(op):
+            pieces = self.config.num_pieces(op.seq, op.kind, self.rank, peer)
+            for piece in range(pieces):
+                copy, flag = self._copy(op, peer, piece), self._arrival(op, peer, piece)
+                pushes += [flag, *copy] if "flag_before_data" in self.config.broken else [*copy, flag]
+            for piece in range(pieces, max(self.config.pieces)):
+                pushes.append(self._arrival(op, peer, piece))
+        for source in self._sources(op):
+            reads += self._reads(op, source, arrival=True)
+        compares = [step for source in self._sources(op) for step in self._expect(op, caller, source)]
+        inside = [*reads, *pushes] if "waits_before_pushing" in self.config.broken else [*pushes, *reads]
+        kernel = self._kernel(op, inside, fills="no_reserve" in self.config.broken)
+        # On the CPU, where a kernel cannot be stopped, the compare comes first.
+        return [*kernel, *compares, self._use(op)] if self.config.device else [*compares, *kernel, self._use(op)]
+
+    def _use(self, op: Op) -> Step:
+        tentative, released = self.at("tentative", self.rank), self.released
+        aborts = [self.at("abort", self.rank, peer) for peer in self.peers]
+
+        def effect(state: bytearray) -> str | None:
+            wrong, state[tentative] = state[tentative], 0
+            if not wrong:
+                return None
+            if self.config.device and (state[released] or any(state[word] for word in aborts)):
+                state[self.taint] = 1
+                return None
+            return f"rank {self.rank} uses what it read of another operation"
+
+        return Step(self._label(op, "its result is used"), None, effect, eager_when=released)
+
     # -- receives ------------------------------------------------------------------------------------------------
 
     def _receives(self, op: Op, caller: Thread) -> list[Step]:
@@ -352,6 +478,7 @@ class _RankBuilder:
         expected = datum(op.use - 1, op.variant, 0, WRITTEN)
         aborts = [self.at("abort", self.rank, peer) for peer in self.peers]
         released, taint, device = self.released, self.taint, self.config.device
+        tentative = self.at("tentative", self.rank) if op.form == "launch" else None
 
         def effect(state: bytearray) -> str | None:
             found = state[cell]
@@ -361,6 +488,9 @@ class _RankBuilder:
                 return None
             if device and (state[released] or any(state[word] for word in aborts)):
                 state[taint] = 1  # garbage, but mgr.check() already has something to raise
+                return None
+            if tentative is not None:
+                state[tentative] = 1  # harmless, if nobody uses it: see `_use`
                 return None
             return f"rank {self.rank} reads {describe(found)} from rank {source}, not {describe(expected)}"
 

@@ -64,7 +64,8 @@ class Op:
     use: int  # 1, 2, ... within the region
     variant: int
     held: bool
+    form: str = ""  # of fused: engine or launch
 
     def __str__(self) -> str:
         names = {"A": f"AG, use {self.use}", "R": f"RS, use {self.use}", "S": "sequential"}
-        return f"op {self.seq} ({names[self.kind]})"
+        return f"op {self.seq} ({'fused ' if self.form else ''}{names[self.kind]})"

@@ -16,7 +16,10 @@ FREE, WRITING, WRITTEN = 0, 1, 2
 READ = 0x80
 
 # Kinds of words that no peer can see: program counters, events and what a rank's own process remembers.
-LOCAL = ("pc", "started", "made", "sent", "error", "watchdog", "released", "raised", "taint")
+LOCAL = (
+    *("pc", "started", "made", "sent", "error", "watchdog", "released", "raised", "taint"),
+    *("full", "tentative", "library starts", "library ends"),
+)
 
 # Error codes of a rank; `abort` words carry them to the peers.
 OK, TIMEOUT, MISMATCH = 0, 1, 2

@@ -5,7 +5,14 @@ from tpoverlap.comm.collectives import all_gather_rows, reduce_scatter_rows
 from tpoverlap.comm.copier import Copier, EngineCopier
 from tpoverlap.comm.exchange import ArrivalWords, Exchange, OneSidedExchange
 from tpoverlap.comm.reduce import sum_in_rank_order
-from tpoverlap.comm.schedule import Step, Transfer, all_gather_schedule, pipeline_schedule, reduce_scatter_schedule
+from tpoverlap.comm.schedule import (
+    Step,
+    Transfer,
+    all_gather_schedule,
+    in_pieces,
+    pipeline_schedule,
+    reduce_scatter_schedule,
+)
 from tpoverlap.comm.trace import Mark, Trace
 
 __all__ = [
@@ -21,6 +28,7 @@ __all__ = [
     "Transfer",
     "all_gather_rows",
     "all_gather_schedule",
+    "in_pieces",
     "pipeline_schedule",
     "reduce_scatter_rows",
     "reduce_scatter_schedule",

@@ -11,15 +11,15 @@ import logging
 import os
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
-from tpoverlap.comm.descriptor import Descriptor, digest64
+from tpoverlap.comm.descriptor import Descriptor, digest64, text_hash
 from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
 from tpoverlap.comm.exchange import Exchange
 from tpoverlap.comm.fault import Fault
@@ -41,7 +41,7 @@ _SPINS = 100
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(slots=True)
 class InFlight:
     """An operation that has started and is not known to have finished."""
 
@@ -73,13 +73,17 @@ class Channel:
         self.trace: Trace | None = None
         self.before_copy: Callable[[Transfer], None] | None = None
         """Test hook: called on the comm stream before each transfer (``testing.faults`` delays it)."""
+        self.before_gemm: Callable[[Stream], None] | None = None
+        """Test hook: called on a GEMM's stream, inside the operation, before each GEMM of a method."""
+        self.ranges = backend.ranges
+        """Whether to name operations to a profiler (NVTX)."""
         self.arenas: list[Arena] = []
         self.regions: dict[str, Region] = {}
         self.num_allocations = 0
         self.probes: list[Callable[[], BaseException | None]] = []
         """Asked at every `check`: what only device memory knows, such as a kernel that gave up."""
         self._resources: dict[str, Any] = {}
-        self._storages: set[int] = set()
+        self._own_bytes: list[tuple[int, int]] = []
         self._sequence = 0
         self._lock = threading.Lock()
         self._turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
@@ -106,7 +110,8 @@ class Channel:
         layout = ArenaLayout(self.tp_size, tuple(regions))
         arena = self.backend.allocate(layout.total_bytes)
         self.arenas.append(arena)
-        self._storages.add(arena.bytes_of(self.rank).untyped_storage().data_ptr())
+        start = arena.bytes_of(self.rank).data_ptr()
+        self._own_bytes.append((start, start + arena.size_bytes))
         self.num_allocations += 1
         for index, spec in enumerate(layout.regions):
             assert spec.name not in self.regions, f"region {spec.name} exists"
@@ -150,47 +155,60 @@ class Channel:
         region = self.regions[region_name]
         self._turn.acquire()
         try:
-            return self._open(region, label, steps, partition, dtype)
+            exchange = self._claim(region, label, steps, partition, dtype)
+            try:
+                exchange.start()
+            except BaseException as error:
+                self.fail(error, exchange.descriptor)
+                raise
         except BaseException:
             self._turn.release()
             raise
+        return exchange
 
     def leave(self) -> None:
         """The operation that `open` started is over: another thread may start one."""
         self._turn.release()
 
-    def _open(
+    def _claim(
         self, region: Region, label: str, steps: tuple[Step, ...], partition: TokenPartition, dtype: torch.dtype
     ) -> Exchange:
         with self._lock:
             self.check()
             caller = self.transport.caller_stream()  # first: it may refuse, and nothing has been claimed yet
-            region.uses += 1
-            descriptor = self._next_descriptor(label, partition, dtype, region.index + 1, region.uses)
-            exchange = self.transport.new_exchange(
-                self, region, region.uses, descriptor, steps, partition, dtype, caller
-            )
-            failure = _failure_of(exchange.start)
-        if failure is not None:
-            self.fail(failure, descriptor)
-            raise failure
-        return exchange
+            use = region.uses = region.uses + 1
+            descriptor = self._next_descriptor(label, partition, dtype, region.index + 1, use)
+            return self.transport.new_exchange(self, region, use, descriptor, steps, partition, dtype, caller)
 
-    @contextmanager
-    def announced(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> Iterator[Descriptor]:
+    def announced(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> Announced:
         """An operation without a slot: inside the block, every rank is known (in stream order) to be at it."""
-        with self._turn:
+        return Announced(self, label, partition, dtype)
+
+    def meet(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> tuple[Descriptor, Stream]:
+        """The start of `announced`. In the end come `part` and `leave`."""
+        self._turn.acquire()
+        try:
             with self._lock:
                 self.check()
                 caller = self.transport.caller_stream()
                 descriptor = self._next_descriptor(label, partition, dtype, 0, 0)
             try:
                 self.transport.meet(descriptor, caller)
-                yield descriptor
             except BaseException as error:
-                self.fail(error, descriptor)
+                self.part(descriptor, caller, error)
                 raise
-            self.completed(descriptor, caller)
+        except BaseException:
+            self._turn.release()
+            raise
+        return descriptor, caller
+
+    def part(self, descriptor: Descriptor, caller: Stream, error: BaseException | None) -> None:
+        """The end of `announced`; ``error``: it failed."""
+        if error is not None:
+            self.fail(error, descriptor)
+            if not self.transport.asynchronous:
+                return
+        self.completed(descriptor, self.transport.finished(caller))
 
     def hand_out_slot(self, region_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """View of the slot that the region's next operation uses; its credit then waits for the next-but-one."""
@@ -213,7 +231,11 @@ class Channel:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this rank's registered memory, which later operations overwrite."""
-        return tensor.untyped_storage().data_ptr() in self._storages
+        address = tensor.data_ptr()
+        for start, end in self._own_bytes:  # noqa: SIM110  (a generator costs more than the look)
+            if start <= address < end:
+                return True
+        return False
 
     def caller_stream(self) -> Stream:
         """The stream that the caller's tensors are ordered on."""
@@ -222,23 +244,24 @@ class Channel:
     def _next_descriptor(
         self, label: str, partition: TokenPartition, dtype: torch.dtype, region: int, epoch: int
     ) -> Descriptor:
-        self._sequence += 1
-        digest = digest64(partition.hash64, zlib.crc32(str(dtype).encode()), zlib.crc32(label.encode()), region, epoch)
-        descriptor = Descriptor(self._sequence, label, partition.total, digest)
-        self.diagnosis.remember(descriptor)
-        self._in_flight[descriptor.sequence] = InFlight(descriptor, time.monotonic())
+        sequence = self._sequence = self._sequence + 1
+        digest = digest64(partition.hash64, _dtype_hash(dtype), text_hash(label), region, epoch)
+        descriptor = Descriptor(sequence, label, partition.total, digest)
+        self.transport.diagnosis.remember(descriptor)
+        self._in_flight[sequence] = InFlight(descriptor, time.monotonic())
         return descriptor
 
-    def completed(self, descriptor: Descriptor, caller: Stream) -> None:
-        """The operation's work is done (CPU) or enqueued (GPU)."""
-        if self.device.type == "cpu":
-            self._in_flight.pop(descriptor.sequence, None)
+    def completed(self, descriptor: Descriptor, finished: Event | None) -> None:
+        """The operation's work is done (``finished`` None), or enqueued and done when ``finished`` is."""
+        in_flight = self._in_flight
+        if finished is None:
+            in_flight.pop(descriptor.sequence, None)
             return
-        self._in_flight[descriptor.sequence].finished = caller.record()
-        while (oldest := next(iter(self._in_flight.values()), None)) is not None:
+        in_flight[descriptor.sequence].finished = finished
+        while (oldest := next(iter(in_flight.values()), None)) is not None:
             if oldest.finished is None or not oldest.finished.done():
-                break
-            self._in_flight.pop(oldest.descriptor.sequence, None)
+                return
+            in_flight.pop(oldest.descriptor.sequence, None)
 
     # -- errors --------------------------------------------------------------------------------------------------
 
@@ -250,7 +273,7 @@ class Channel:
     @property
     def bounds_waits(self) -> bool:
         """Whether the watchdog must end waits at the time-out (waiters on the CPU bound themselves)."""
-        return self.device.type == "cuda"
+        return self.transport.asynchronous
 
     def oldest_in_flight(self) -> InFlight | None:
         """The operation that has been running longest, or None. For the watchdog."""
@@ -274,7 +297,8 @@ class Channel:
                 f"this manager belongs to process {self._pid}, this is a fork of it ({os.getpid()}): it has no part in "
                 "the group; create a manager after forking, or spawn instead"
             )
-        self.fault.check()
+        if self.fault.error is not None:
+            self.fault.check()
         if self._closed:
             raise NotInitializedError("this manager was closed; create a new one")
         for probe in self.probes:
@@ -386,8 +410,7 @@ class Channel:
             # and it works after the process group was destroyed.
             with self.announced("close", TokenPartition((1,) * self.tp_size), torch.uint8):
                 pass
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self.transport.synchronize()
             self.fault.check()
         finally:
             self._shut_down()
@@ -402,6 +425,8 @@ class Channel:
             stream.close()
         self.transport.close()
         if idle:
+            for region in self.regions.values():
+                region.forget_views()
             for arena in self.arenas:
                 arena.close()
         else:
@@ -411,7 +436,7 @@ class Channel:
     def _device_is_idle(self) -> bool:
         # After an error the waits were released, but the work behind them may still run, and must not lose its memory.
         deadline = time.monotonic() + _DRAIN_S
-        while self.oldest_in_flight() is not None and self.device.type == "cuda":
+        while self.oldest_in_flight() is not None and self.transport.asynchronous:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
@@ -422,9 +447,28 @@ def _gpu_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
 
 
-def _failure_of(work: Callable[[], object]) -> BaseException | None:
-    try:
-        work()
-    except BaseException as error:
-        return error
-    return None
+class Announced:
+    """`Channel.announced`: a context manager that gives the descriptor."""
+
+    __slots__ = ("_caller", "_channel", "_what", "descriptor")
+
+    def __init__(self, channel: Channel, label: str, partition: TokenPartition, dtype: torch.dtype) -> None:
+        self._channel = channel
+        self._what = label, partition, dtype
+
+    def __enter__(self) -> Descriptor:
+        self.descriptor, self._caller = self._channel.meet(*self._what)
+        return self.descriptor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._channel.part(self.descriptor, self._caller, error)
+        finally:
+            self._channel.leave()
+
+
+@lru_cache(maxsize=64)
+def _dtype_hash(dtype: torch.dtype) -> int:
+    return text_hash(str(dtype))

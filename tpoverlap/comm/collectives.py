@@ -6,8 +6,7 @@ same float32 sum in rank order as everywhere else, so that a method and its twin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +45,10 @@ def all_gather_rows(
     gathered = staged.new_empty(longest * group.size(), width)
     # Newer torch renames the function and warns about the old name.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    with _lost_peers(group, "all-gather"):
+    try:
         finish(gather(gathered, staged, group=group, async_op=True))
+    except RuntimeError as error:
+        raise _lost_peers(group, "all-gather", error) from error
     if not even:
         gathered = torch.cat([gathered[r * longest : r * longest + n] for r, n in enumerate(partition.counts)])
     return gathered.to(x_shard_t.device)
@@ -68,7 +69,7 @@ def reduce_scatter_rows(
     own_rows = partition.counts[rank]
     staged = _stage(partial.contiguous(), group)
     received = staged.new_empty(own_rows * size, staged.shape[1])
-    with _lost_peers(group, "reduce-scatter"):
+    try:
         work = dist.all_to_all_single(
             received,
             staged,
@@ -78,20 +79,17 @@ def reduce_scatter_rows(
             async_op=True,
         )
         finish(work)
+    except RuntimeError as error:
+        raise _lost_peers(group, "reduce-scatter", error) from error
     received = received.to(partial.device)
     sum_in_rank_order(received.view(size, own_rows, staged.shape[1]).unbind(0), out)
 
 
-@contextmanager
-def _lost_peers(group: ProcessGroup, what: str) -> Iterator[None]:
-    try:
-        yield
-    except PeerTimeoutError:
-        raise
-    except RuntimeError as error:  # "connection closed by peer" and the like
-        raise PeerTimeoutError(
-            f"rank {group.rank()}: the plain {what} failed: {error}. A peer died or left the collective"
-        ) from error
+def _lost_peers(group: ProcessGroup, what: str, error: RuntimeError) -> PeerTimeoutError:
+    """For "connection closed by peer" and the like."""
+    return PeerTimeoutError(
+        f"rank {group.rank()}: the plain {what} failed: {error}. A peer died or left the collective"
+    )
 
 
 def _stage(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Final
 
 import torch
 
@@ -44,3 +45,7 @@ class EngineCopier(Copier):
     ) -> None:
         stream.copy(target, source)
         signals.set_arrival(stream, destination, ref, piece)
+
+
+ENGINE: Final = EngineCopier()
+"""It has no state, so all exchanges share it."""

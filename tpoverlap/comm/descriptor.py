@@ -12,31 +12,41 @@ before it consumes anything (a stream wait for equality on the GPU, a Python com
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from functools import lru_cache
 
 _MASK16 = 0xFFFF
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
+@lru_cache(maxsize=1024)
 def operation_id(label: str) -> int:
     """A 16-bit id of an operation's label that is the same in every process (``hash(str)`` is not) and never 0."""
     return (zlib.crc32(label.encode()) % _MASK16) + 1
 
 
-@dataclass(frozen=True)
 class Descriptor:
-    """One rank's operation: position in its order of operations, label, T, and the digest of the rest."""
+    """One rank's operation: position in its order of operations, label, T, and the digest of the rest.
 
-    sequence: int
-    label: str
-    num_tokens: int
-    digest: int
+    Attributes:
+        record: the first word; never 0, because an operation id is not.
+        digest: the second one.
+    """
 
-    @property
-    def record(self) -> int:
-        """The first word; never 0, because an operation id is not."""
-        return ((self.sequence & _MASK16) << 48) | (operation_id(self.label) << 32) | (self.num_tokens & _MASK32)
+    __slots__ = ("digest", "label", "num_tokens", "record", "sequence")
+
+    def __init__(self, sequence: int, label: str, num_tokens: int, digest: int) -> None:
+        self.sequence = sequence
+        self.label = label
+        self.num_tokens = num_tokens
+        self.digest = digest
+        self.record = ((sequence & _MASK16) << 48) | (operation_id(label) << 32) | (num_tokens & _MASK32)
+
+
+@lru_cache(maxsize=1024)
+def text_hash(text: str) -> int:
+    """The same in every process."""
+    return zlib.crc32(text.encode())
 
 
 def digest64(*parts: int) -> int:

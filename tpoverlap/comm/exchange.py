@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpoverlap.comm.copier import Copier, EngineCopier
+from tpoverlap.comm.copier import ENGINE, Copier
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COMPUTED_PIECE = MAX_PIECES - 1
 """Its arrival flag carries no data; methods that use it have fewer pieces."""
-_REFRESH_EVERY = 1 << 20
+REFRESH_EVERY = 1 << 20
 """Uses of a region between two refreshes of all its arrival flags; far below the 2**31 that one may stay unwritten."""
 
 
@@ -57,6 +57,8 @@ class Exchange(ABC):
         partition: rows of each rank.
         caller: the stream that the caller's tensors are ordered on.
         copier: what moves rows into mapped peers; the copy engine unless a method sets another.
+        descriptor: what the peers were told about it.
+        finished: on a device, set at the end: an event after everything that the operation enqueued.
     """
 
     def __init__(
@@ -78,13 +80,14 @@ class Exchange(ABC):
         self.compute_streams = channel.compute_streams
         self.dtype = dtype
         self.hands_out_slot = epoch in region.held
-        self.copier: Copier = EngineCopier()
+        self.copier: Copier = ENGINE
+        self.finished: Event | None = None
         self._own_copy_done: Event | None = None
         self._previous_reader = region.last_reader.get(epoch % region.depth)
         self._channel = channel
         self._region = region
         self._epoch = epoch
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._comm = channel.comm_stream
 
     # -- what methods call ---------------------------------------------------------------------------------------
@@ -130,7 +133,9 @@ class Exchange(ABC):
 
     def run(self, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
         """Run a GEMM (or another computation) on ``stream``, marked in the trace if there is one."""
-        trace = self._channel.trace
+        trace, hook = self._channel.trace, self._channel.before_gemm
+        if hook is not None and what == "gemm":
+            work = partial(_hooked, hook, stream, work)
         if stream is not self.caller:  # elsewhere an error does not reach the caller by itself
             work = partial(self._explained, work)
         if trace is None:
@@ -149,7 +154,7 @@ class Exchange(ABC):
         try:
             work()
         except Exception as error:
-            raise self._channel.explained(error, self._descriptor) from error
+            raise self._channel.explained(error, self.descriptor) from error
 
     # -- life time -----------------------------------------------------------------------------------------------
 
@@ -160,20 +165,20 @@ class Exchange(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
-                self._finish_or_fail()
-                self._channel.completed(self._descriptor, self.caller)
-            else:
-                self._channel.fail(error, self._descriptor)
+            if error is not None:
+                self._fail(error)
+                return
+            try:
+                self._finish()
+            except BaseException as failure:
+                self._fail(failure)
+                raise
+            self._channel.completed(self.descriptor, self.finished)
         finally:
             self._channel.leave()
 
-    def _finish_or_fail(self) -> None:
-        try:
-            self._finish()
-        except BaseException as error:
-            self._channel.fail(error, self._descriptor)
-            raise
+    def _fail(self, error: BaseException) -> None:
+        self._channel.fail(error, self.descriptor)
 
     # -- what a transport implements -----------------------------------------------------------------------------
 
@@ -197,19 +202,28 @@ class Exchange(ABC):
 
     def _describe(self, transfer: Transfer) -> str:
         rows = f"rows {transfer.row_start}:{transfer.row_stop}"
-        return f"{self._descriptor.label} (T={self.partition.total}), step {transfer.step}, {rows}"
+        return f"{self.descriptor.label} (T={self.partition.total}), step {transfer.step}, {rows}"
+
+
+def _hooked(hook: Callable[[Stream], None], stream: Stream, work: Callable[[], object]) -> None:
+    hook(stream)
+    work()
 
 
 class OneSidedExchange(Exchange):
     """Copies into mapped peers, with the flags of `tpoverlap.comm.signals`."""
 
     signals: Signals
+    _expected: set[int]
+
+    @property
+    def _ref(self) -> SlotRef:
+        return self._region.ref(self._epoch)
 
     def start(self) -> None:
-        self._expected: set[int] = set()
+        self._expected = set()
         signals, comm = self.signals, self._comm
-        region, ref = self._region, self._region.ref(self._epoch)
-        self._ref = ref
+        region = self._region
         previous = self._epoch - region.depth
         if previous in region.held:
             region.held.discard(previous)
@@ -218,7 +232,7 @@ class OneSidedExchange(Exchange):
 
         def publish() -> None:
             for peer in self._peers():
-                signals.publish(comm, peer, self._descriptor)
+                signals.publish(comm, peer, self.descriptor)
 
         comm.enqueue(publish)
 
@@ -290,10 +304,10 @@ class OneSidedExchange(Exchange):
     def _expect(self, peer: int, stream: Stream) -> None:
         if peer not in self._expected:
             self._expected.add(peer)
-            self.signals.expect(stream, peer, self._descriptor)
+            self.signals.expect(stream, peer, self.descriptor)
 
     def _finish(self) -> None:
-        if self._epoch % _REFRESH_EVERY < self._region.depth:
+        if self._epoch % REFRESH_EVERY < self._region.depth:
             self._comm.enqueue(self._refresh_flags)
         self.caller.enqueue(lambda: self._expect_all(self.caller))
         self.caller.wait(self._comm.record())

@@ -17,25 +17,21 @@ class Fault:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first error, or None."""
-        return self._error
+        self.error: BaseException | None = None
+        """The first error, or None. Read it; `set` alone writes it."""
 
     def set(self, error: BaseException) -> bool:
         """Store ``error`` if it is the first one; True when it was."""
         with self._lock:
-            if self._error is None:
-                self._error = error
+            if self.error is None:
+                self.error = error
                 return True
             return False
 
     def check(self) -> None:
         """Raise the stored error, if there is one."""
-        if self._error is not None:
-            self._raise(self._error)
+        if self.error is not None:
+            self._raise(self.error)
 
     @staticmethod
     def _raise(error: BaseException) -> NoReturn:

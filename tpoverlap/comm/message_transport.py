@@ -28,7 +28,7 @@ class MessageTransport(Transport):
     """Point-to-point messages. Construction is collective (it connects the ranks)."""
 
     def __init__(self, backend: Backend, fault: Fault, timeout_s: float) -> None:
-        super().__init__(backend.device, fault)
+        super().__init__(backend.device, fault, backend.driver())
         group = backend.group
         prefix = f"tpoverlap/{agree(group, secrets.token_hex(8))[0]}"  # of this manager alone
         self._link = GlooLink(group, prefix)
@@ -92,3 +92,4 @@ class MessageTransport(Transport):
         if self._receive is not None:
             self._receive.close()
         self._link.close()
+        super().close()

@@ -39,14 +39,14 @@ class GlooExchange(Exchange):
         self._region.held.discard(self._epoch - self._region.depth)  # receives are posted in order: nothing to grant
         self._sending: list[tuple[Any, int, str]] = []
         self._receiving: dict[Transfer, Any] = {}
-        what = f"{self._descriptor.label} (T={self.partition.total}, header)"
+        what = f"{self.descriptor.label} (T={self.partition.total}, header)"
         self._comm.run(
             lambda: self._sending.extend(
                 (work, peer, what)
-                for work, peer in zip(mailbox.send_headers(self._descriptor), mailbox.peers, strict=True)
+                for work, peer in zip(mailbox.send_headers(self.descriptor), mailbox.peers, strict=True)
             )
         )
-        receive.run(lambda: mailbox.compare_headers(self._descriptor))
+        receive.run(lambda: mailbox.compare_headers(self.descriptor))
         self._compared = receive.record()
         receive.run(self._post_receives)
         self._arrivals: dict[int, Event] = {}
@@ -65,7 +65,7 @@ class GlooExchange(Exchange):
             self.mailbox.finish(self._receiving.pop(transfer), transfer.source, self._describe(transfer))
 
     def _tag(self, transfer: Transfer) -> int:
-        return (self._descriptor.sequence % SEQUENCES_WITH_OWN_TAG) * MAX_PIECES + transfer.piece
+        return (self.descriptor.sequence % SEQUENCES_WITH_OWN_TAG) * MAX_PIECES + transfer.piece
 
     def _send(self, step: Step, source: torch.Tensor, base_row: int, gate: Gate | None) -> None:
         assert gate is None, "messages are not gated"
@@ -99,10 +99,10 @@ class NcclExchange(Exchange):
     def start(self) -> None:
         mailbox = self.mailbox
         self._region.held.discard(self._epoch - self._region.depth)
-        headers = mailbox.send_headers(self._descriptor)
-        mailbox.compare_headers(self._descriptor)
+        headers = mailbox.send_headers(self.descriptor)
+        mailbox.compare_headers(self.descriptor)
         for work, peer in zip(headers, mailbox.peers, strict=True):
-            mailbox.finish(work, peer, f"{self._descriptor.label} (T={self.partition.total}, header)")
+            mailbox.finish(work, peer, f"{self.descriptor.label} (T={self.partition.total}, header)")
         self._arrivals: dict[int, Event] = {}
         if self._previous_reader is not None:
             self._comm.wait(self._previous_reader)
@@ -142,4 +142,5 @@ class NcclExchange(Exchange):
 
     def _finish(self) -> None:
         self.caller.wait(self._comm.record())
-        self._region.last_reader[self._epoch % self._region.depth] = self.caller.record()
+        self.finished = self.caller.record()
+        self._region.last_reader[self._epoch % self._region.depth] = self.finished

@@ -29,16 +29,13 @@ class Region:
     uses: int = 0
     last_reader: dict[int, Event] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
+    _slots: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, int]] = field(default_factory=dict)
 
-    @property
-    def slot_bytes(self) -> int:
+    def __post_init__(self) -> None:
+        self.slot_bytes = self.layout.regions[self.index].slot_bytes
         """Size of one slot."""
-        return self.layout.regions[self.index].slot_bytes
-
-    @property
-    def depth(self) -> int:
+        self.depth = self.layout.regions[self.index].depth
         """Slots that are used in turn."""
-        return self.layout.regions[self.index].depth
 
     def ref(self, epoch: int) -> SlotRef:
         """The slot that use number ``epoch`` has."""
@@ -55,6 +52,23 @@ class Region:
         size = dtype.itemsize
         for length in shape:
             size *= length
-        require_fits(first_element * dtype.itemsize + size, self.slot_bytes, f"{list(shape)} of {dtype}")
-        offset = self.layout.slot_offset(self.index, epoch % self.depth) + first_element * dtype.itemsize
-        return self.arena.view(rank, offset, shape, dtype)
+        if first_element * dtype.itemsize + size > self.slot_bytes:
+            require_fits(first_element * dtype.itemsize + size, self.slot_bytes, f"{list(shape)} of {dtype}")
+        key = (rank, epoch % self.depth, dtype)
+        whole, offset = self._slots.get(key) or self._whole_slot(*key)
+        strides, stride = [], 1
+        for length in reversed(shape):
+            strides.append(stride)
+            stride *= length
+        return whole.as_strided(shape, strides[::-1], offset + first_element)
+
+    def _whole_slot(self, rank: int, slot: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+        """A slot as a flat tensor, and its first element in the arena: what views are cut from. Made once."""
+        offset = self.layout.slot_offset(self.index, slot)
+        whole = self.arena.view(rank, offset, (self.slot_bytes // dtype.itemsize,), dtype)
+        found = self._slots[rank, slot, dtype] = whole, int(whole.storage_offset())
+        return found
+
+    def forget_views(self) -> None:
+        """The arena is about to be closed."""
+        self._slots.clear()

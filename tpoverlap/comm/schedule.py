@@ -75,23 +75,22 @@ def all_gather_schedule(
         max_piece_rows: cut chunks into pieces of at most this many rows, each with a flag of its own; None: one piece.
     """
     size = partition.tp_size
-
-    def chunk(step: int, source: int, destination: int) -> tuple[Transfer, ...]:
-        rows = partition.rows(source)
-        return tuple(
-            Transfer(step, source, destination, piece, start, stop, start * width, 0, width)
-            for piece, (start, stop) in enumerate(_pieces(rows.start, rows.stop, max_piece_rows))
+    pieces = [
+        _pieces(start, count, max_piece_rows) for start, count in zip(partition.offsets, partition.counts, strict=True)
+    ]
+    steps = []
+    for step in range(1, size):
+        destination, source = (rank - step) % size, (rank + step) % size
+        sends = tuple(
+            Transfer(step, rank, destination, piece, start, stop, start * width, 0, width)
+            for piece, start, stop in pieces[rank]
         )
-
-    return tuple(
-        Step(
-            step,
-            chunk(step, rank, (rank - step) % size),
-            chunk(step, (rank + step) % size, rank),
-            (rank + step) % size,
+        receives = tuple(
+            Transfer(step, source, rank, piece, start, stop, start * width, 0, width)
+            for piece, start, stop in pieces[source]
         )
-        for step in range(1, size)
-    )
+        steps.append(Step(step, sends, receives, source))
+    return tuple(steps)
 
 
 @lru_cache(maxsize=256)
@@ -100,24 +99,23 @@ def reduce_scatter_schedule(
 ) -> tuple[Step, ...]:
     """Partial rows to their owner; slots hold one [T_r, width] block a source, in rank order without the owner."""
     size = partition.tp_size
+    pieces = [
+        _pieces(start, count, max_piece_rows) for start, count in zip(partition.offsets, partition.counts, strict=True)
+    ]
 
-    def block(step: int, source: int, destination: int) -> tuple[Transfer, ...]:
-        rows = partition.rows(destination)
-        base = scatter_block(source, destination) * (rows.stop - rows.start) * width
+    def block(step: int, source: int, owner: int) -> tuple[Transfer, ...]:
+        first, count = partition.offsets[owner], partition.counts[owner]
+        base = (scatter_block(source, owner) * count - first) * width
         return tuple(
-            Transfer(step, source, destination, piece, start, stop, base + (start - rows.start) * width, 0, width)
-            for piece, (start, stop) in enumerate(_pieces(rows.start, rows.stop, max_piece_rows))
+            Transfer(step, source, owner, piece, start, stop, base + start * width, 0, width)
+            for piece, start, stop in pieces[owner]
         )
 
-    return tuple(
-        Step(
-            step,
-            block(step, rank, (rank + step) % size),
-            block(step, (rank - step) % size, rank),
-            (rank - step) % size,
-        )
-        for step in range(1, size)
-    )
+    steps = []
+    for step in range(1, size):
+        destination, source = (rank + step) % size, (rank - step) % size
+        steps.append(Step(step, block(step, rank, destination), block(step, source, rank), source))
+    return tuple(steps)
 
 
 @lru_cache(maxsize=256)
@@ -155,6 +153,19 @@ def pipeline_schedule(
     return tuple(steps)
 
 
+def in_pieces(step: Step) -> tuple[Step, ...]:
+    """``step`` as one step a piece, in order, so that pieces can be sent and waited for one by one."""
+    if len(step.sends) <= 1 and len(step.receives) <= 1:
+        return (step,)
+    return _cut(step)
+
+
+@lru_cache(maxsize=256)
+def _cut(step: Step) -> tuple[Step, ...]:
+    count = max(len(step.sends), len(step.receives))
+    return tuple(Step(step.number, step.sends[i : i + 1], step.receives[i : i + 1], step.peer) for i in range(count))
+
+
 def scatter_block(source: int, owner: int) -> int:
     """Index of the block that ``source`` writes in ``owner``'s slot: rank order, the owner left out."""
     return source if source < owner else source - 1
@@ -170,11 +181,11 @@ def column_splits(width: int, num_splits: int, granule: int = 1) -> tuple[tuple[
     return tuple((granules * i // count * granule, granules * (i + 1) // count * granule) for i in range(count))
 
 
-def _pieces(start: int, stop: int, max_piece_rows: int | None) -> tuple[tuple[int, int], ...]:
-    count = stop - start
+def _pieces(start: int, count: int, max_piece_rows: int | None) -> tuple[tuple[int, int, int], ...]:
+    """(number, first row, row after the last) of each piece of ``count`` rows from ``start``."""
     if count == 0:
         return ()
     if max_piece_rows is None or count <= max_piece_rows:
-        return ((start, stop),)
+        return ((0, start, start + count),)
     number = min(-(-count // max_piece_rows), MAX_PIECES)
-    return tuple((start + count * i // number, start + count * (i + 1) // number) for i in range(number))
+    return tuple((i, start + count * i // number, start + count * (i + 1) // number) for i in range(number))

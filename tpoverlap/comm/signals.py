@@ -23,7 +23,7 @@ GPU they enqueue a stream memory operation, which occupies no multiprocessor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.diagnosis import Diagnosis
@@ -32,8 +32,7 @@ from tpoverlap.memory.base import Arena
 from tpoverlap.memory.layout import ArenaLayout
 
 
-@dataclass(frozen=True)
-class SlotRef:
+class SlotRef(NamedTuple):
     """One use of a slot: where its words are and which epoch they must reach."""
 
     arena: Arena

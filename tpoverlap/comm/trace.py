@@ -38,7 +38,7 @@ class Trace:
         """Note that ``stream`` has got here. Call it inside ``stream.run``."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record(getattr(stream, "stream", None))
+            event.record()
             with self._lock:
                 self._events.append((event, stream.label, what, step))
         else:

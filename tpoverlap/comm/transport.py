@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpoverlap.comm.descriptor import Descriptor
+from tpoverlap.comm.device_exchange import DeviceExchange
+from tpoverlap.comm.device_signals import DeviceSignals
+from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, device_stream
 from tpoverlap.comm.diagnosis import Diagnosis
 from tpoverlap.comm.exchange import Exchange, OneSidedExchange
 from tpoverlap.comm.fault import Fault
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step
 from tpoverlap.comm.signals import Signals
-from tpoverlap.comm.streams import CallerStream, HostStream, Stream
-from tpoverlap.errors import BackendUnavailableError
+from tpoverlap.comm.streams import CallerStream, Event, HostStream, Stream
 from tpoverlap.memory.base import Arena, Backend, CpuArena
+from tpoverlap.memory.driver import DeviceDriver
 from tpoverlap.memory.layout import ArenaLayout
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
+
+_CALLERS = 64
 
 
 class Transport(ABC):
@@ -29,32 +34,45 @@ class Transport(ABC):
 
     diagnosis: Diagnosis
 
-    def __init__(self, device: torch.device, fault: Fault) -> None:
+    def __init__(self, device: torch.device, fault: Fault, driver: DeviceDriver | None) -> None:
         self.device = device
         self.fault = fault
+        self.driver = driver
         self._caller = CallerStream(fault)
+        self._callers: dict[int, CallerDeviceStream] = {}
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether operations end on a device, long after the call, and waits there must be ended from outside."""
+        return self.driver is not None
 
     def new_stream(self, label: str, *, high_priority: bool) -> Stream:
         """A stream of this device."""
-        if self.device.type == "cuda":
-            from tpoverlap.comm.cuda_streams import CudaStream
-
-            return CudaStream.create(label, self.device, high_priority=high_priority)
+        if self.driver is not None:
+            return DeviceStream.create(label, self.driver, high_priority=high_priority)
         return HostStream(label, self.fault)
 
     def caller_stream(self) -> Stream:
         """The stream that the caller's tensors are ordered on."""
-        if self.device.type == "cuda":
-            from tpoverlap.comm.cuda_streams import CurrentCudaStream
+        driver = self.driver
+        if driver is None:
+            return self._caller
+        handle = driver.caller_stream()
+        stream = self._callers.get(handle)
+        if stream is None:
+            if len(self._callers) >= _CALLERS:
+                self._callers.clear()  # they hold nothing between two calls
+            stream = self._callers[handle] = CallerDeviceStream("caller", driver, handle)
+        return stream
 
-            if torch.cuda.is_current_stream_capturing():
-                # Epochs are counted on the host, so a replay would wait for flags of the captured run.
-                raise BackendUnavailableError(
-                    "this release cannot be captured in a CUDA graph; capture around the tpoverlap calls instead"
-                )
+    def synchronize(self) -> None:
+        """Wait until the device is idle; nothing on a CPU."""
+        if self.driver is not None:
+            self.driver.synchronize()
 
-            return CurrentCudaStream("caller", torch.cuda.current_stream(self.device))
-        return self._caller
+    def finished(self, caller: Stream) -> Event | None:
+        """An event after what ``caller`` was given so far; None where work is done when its call returns."""
+        return None if self.driver is None else caller.record()
 
     @abstractmethod
     def new_exchange(
@@ -96,8 +114,10 @@ class Transport(ABC):
     def cancel(self) -> None:  # noqa: B027  (not every transport has waits that only this ends)
         """End the waits of this rank's worker threads; after an error, before the streams are closed."""
 
-    def close(self) -> None:  # noqa: B027  (not every transport has something to close)
+    def close(self) -> None:
         """Local; after the streams were closed."""
+        if self.driver is not None:
+            self.driver.close()
 
 
 def require_peers(transport: Transport, descriptor: Descriptor) -> None:
@@ -112,8 +132,10 @@ def require_peers(transport: Transport, descriptor: Descriptor) -> None:
 class OneSidedTransport(Transport):
     """Peers' memory is mapped: copies and `Signals`."""
 
-    def __init__(self, device: torch.device, fault: Fault, signals: Signals) -> None:
-        super().__init__(device, fault)
+    def __init__(
+        self, device: torch.device, fault: Fault, signals: Signals, driver: DeviceDriver | None = None
+    ) -> None:
+        super().__init__(device, fault, driver)
         self.signals = signals
         self.diagnosis = signals.diagnosis
         self._peers = [r for r in range(self.diagnosis.tp_size) if r != self.diagnosis.rank]
@@ -141,8 +163,7 @@ class OneSidedTransport(Transport):
                 self.signals.expect(caller, peer, descriptor)
 
         caller.enqueue(publish_and_expect)
-        if self.device.type == "cpu":
-            require_peers(self, descriptor)
+        require_peers(self, descriptor)
 
     def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:
         self.signals.add_arena(arena, layout)
@@ -161,6 +182,48 @@ class OneSidedTransport(Transport):
 
     def close(self) -> None:
         self.signals.close()
+        super().close()
+
+
+class DeviceTransport(OneSidedTransport):
+    """Peers' memory is mapped, and stream memory operations keep the order."""
+
+    signals: DeviceSignals
+
+    def __init__(self, device: torch.device, fault: Fault, signals: DeviceSignals, driver: DeviceDriver) -> None:
+        super().__init__(device, fault, signals, driver)
+        self._simulated = driver.simulated
+
+    def new_exchange(
+        self,
+        channel: Channel,
+        region: Region,
+        epoch: int,
+        descriptor: Descriptor,
+        steps: tuple[Step, ...],
+        partition: TokenPartition,
+        dtype: torch.dtype,
+        caller: Stream,
+    ) -> Exchange:
+        exchange = DeviceExchange(channel, region, epoch, descriptor, steps, partition, dtype, caller)
+        exchange.signals = self.signals
+        return exchange
+
+    def meet(self, descriptor: Descriptor, caller: Stream) -> None:
+        stream = device_stream(caller)
+        self.signals.publish_all(stream, descriptor)
+        for peer in self._peers:
+            self.signals.expect_on(stream, peer, descriptor)
+        stream.flush()
+        if self._simulated:  # the collective that follows blocks the host
+            self.fault.check()
+            require_peers(self, descriptor)
+
+    def finished(self, caller: Stream) -> Event | None:
+        stream = device_stream(caller)
+        event = self.signals.mark_done(stream)
+        stream.flush()
+        return event
 
 
 def make_transport(backend: Backend, arena: Arena, layout: ArenaLayout, fault: Fault, timeout_s: float) -> Transport:
@@ -169,12 +232,9 @@ def make_transport(backend: Backend, arena: Arena, layout: ArenaLayout, fault: F
         from tpoverlap.comm.message_transport import MessageTransport
 
         return MessageTransport(backend, fault, timeout_s)
-    if backend.device.type == "cuda":
-        from tpoverlap.comm.cuda_signals import CudaSignals
-        from tpoverlap.memory.cuda import CudaArena
-
-        assert isinstance(arena, CudaArena), f"the cuda backend allocated {arena!r}"
-        return OneSidedTransport(backend.device, fault, CudaSignals(arena, layout, backend.device, timeout_s))
+    driver = backend.driver()
+    if driver is not None:
+        return DeviceTransport(backend.device, fault, DeviceSignals(arena, layout, driver, timeout_s), driver)
     from tpoverlap.comm.host_signals import HostSignals
 
     assert isinstance(arena, CpuArena), f"the shared backend allocated {arena!r}"

@@ -59,7 +59,7 @@ def _watch(channel_ref: weakref.ref[Channel], stop: threading.Event) -> None:
         if channel.fault.error is not None:
             channel.end(channel.fault.error)  # a comm thread may have met it, which tells nobody
             channel.release_waiters()
-            if channel.oldest_in_flight() is None or channel.device.type == "cpu":
+            if channel.oldest_in_flight() is None or not channel.bounds_waits:
                 return
         del channel  # or the loop itself would keep it alive while it sleeps
 

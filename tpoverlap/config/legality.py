@@ -7,8 +7,11 @@ a file says beside its options. ``target`` tells whose question a rule answers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
+from tpoverlap.config.by_tokens import BY_TOKENS
+from tpoverlap.config.by_tokens import faults as faults_by_tokens
 from tpoverlap.config.defaults import REDUCE_SCATTER_DGRAD_METHODS, fill_defaults
 from tpoverlap.config.honoured import is_honoured
 from tpoverlap.config.names import (
@@ -95,6 +98,20 @@ def _ignored(case: Case) -> list[str]:
     return [key for key in case.given if not is_honoured(case.resolved, key, case.fp8)]
 
 
+def _section(case: Case) -> Mapping[Any, Any]:
+    """What stands under our own top-level key; empty for every other key."""
+    return case.given if case.name == RESERVED_SECTION and isinstance(case.given, Mapping) else {}
+
+
+def _faults_by_tokens(case: Case) -> dict[str, str]:
+    """Dotted key -> what is wrong with it."""
+    section = _section(case).get(BY_TOKENS)
+    if section is None:
+        return {}
+    legal = partial(legal_methods, tp_size=case.tp_size, supported=case.supported)
+    return {f"{BY_TOKENS}.{path}".rstrip("."): fault for path, fault in faults_by_tokens(section, legal)}
+
+
 # fmt: off
 _OWN_RULES: Final[tuple[Rule, ...]] = (
     # -- any top-level key ------------------------------------------------------------------------------------------
@@ -116,11 +133,18 @@ _OWN_RULES: Final[tuple[Rule, ...]] = (
          "DESIGN, methods",
          target="tpoverlap"),
     Rule("section-key-unread", "top", "warning",
-         lambda c: list(c.given) if c.name == RESERVED_SECTION and isinstance(c.given, Mapping) else (),
+         lambda c: [key for key in _section(c) if key != BY_TOKENS],
          "{name}.{key} is kept, but this version reads nothing from it",
          "remove it, or use the version of tpoverlap that it was written for",
          "ours: nothing is dropped silently",
          target="tpoverlap"),
+    Rule("by-tokens-illegal", "top", "error",
+         lambda c: _faults_by_tokens(c),
+         "{name}.{key} {fault}",
+         "correct it, or let tpoverlap tune write the section",
+         "ours: methods by T",
+         target="tpoverlap",
+         words=lambda c, key: {"fault": _faults_by_tokens(c)[key]}),
     Rule("foreign-key", "top", "warning",
          whole(lambda c: c.name != RESERVED_SECTION and c.name not in KNOWN_NAMES and not is_entry(c.name, c.given)),
          "top-level key {name!r} holds no overlap options and is ignored",

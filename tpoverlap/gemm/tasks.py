@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class RowGemm:
     """Rows in, the same rows of every output out: what an all-gather feeds chunk by chunk.
 
@@ -27,19 +27,25 @@ class RowGemm:
     biases: Sequence[torch.Tensor | None]
     outs: Sequence[torch.Tensor]
 
+    @property
+    def num_features(self) -> int:
+        """Of all outputs together."""
+        return sum(out.shape[1] for out in self.outs)
+
     def rows(self, x: torch.Tensor, start: int) -> None:
         """Compute the outputs of the chunk ``x`` [t, K], whose first row is row ``start`` of the activation."""
-        if x.shape[0] == 0:
+        count = x.shape[0]
+        if count == 0:
             return
         for matrix, bias, out in zip(self.matrices, self.biases, self.outs, strict=True):
-            target = out[start : start + x.shape[0]]
+            target = out.narrow(0, start, count)
             if bias is None:
                 torch.mm(x, matrix, out=target)
             else:
                 torch.addmm(bias, x, matrix, out=target)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class PartialGemm:
     """This rank's partial sum of a [T, N] output, any rows or columns of it: what a reduce-scatter drains.
 
@@ -64,6 +70,11 @@ class PartialGemm:
         return self.matrices[0].shape[1]
 
     @property
+    def is_plain(self) -> bool:
+        """One term and nothing to add but the bias."""
+        return self.addend is None and len(self.lefts) == 1
+
+    @property
     def num_rows(self) -> int:
         """T."""
         return self.lefts[0].shape[0]
@@ -79,7 +90,25 @@ class PartialGemm:
 
     def rows(self, start: int, stop: int, out: torch.Tensor, *, owned: bool = False) -> None:
         """Rows [start, stop) into ``out`` [stop - start, N]; ``owned`` adds the bias."""
+        if self.is_plain and start < stop:
+            left = self.lefts[0].narrow(0, start, stop - start)
+            if owned and self.bias is not None:
+                torch.addmm(self.bias, left, self.matrices[0], out=out)
+            else:
+                torch.mm(left, self.matrices[0], out=out)
+            return
         self._compute(slice(start, stop), slice(0, self.width), out, owned)
+
+    def rows_added(self, start: int, stop: int, received: torch.Tensor, out: torch.Tensor) -> None:
+        """``out`` [stop - start, N] = rows [start, stop), with the bias, + ``received``, which another rank rounded
+        once. The own sum stays in float32 inside the GEMM and is rounded with the total. `is_plain` tasks only.
+        """
+        left = self.lefts[0].narrow(0, start, stop - start)
+        if self.bias is None:
+            torch.addmm(received, left, self.matrices[0], out=out)
+        else:
+            torch.add(received, self.bias, out=out)
+            out.addmm_(left, self.matrices[0])
 
     def columns(self, start: int, stop: int, out: torch.Tensor, owned_rows: slice) -> None:
         """Columns [start, stop) of all rows into ``out`` [T, stop - start]; the bias goes to ``owned_rows``."""

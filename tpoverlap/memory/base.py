@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
 
+    from tpoverlap.memory.driver import DeviceDriver
+
 
 class Arena(ABC):
     """Equal allocations, one a rank, zero-filled when the constructor returns on any rank.
@@ -38,6 +40,10 @@ class Arena(ABC):
         Raises:
             BackendUnavailableError: ``rank`` is a peer and this backend does not map peers.
         """
+
+    def address(self, rank: int) -> int:
+        """Address, in this process and for its device, of the first byte of the allocation of ``rank``."""
+        return self.bytes_of(rank).data_ptr()
 
     @abstractmethod
     def close(self) -> None:
@@ -89,6 +95,27 @@ class Backend(ABC):
         Raises:
             BackendUnavailableError: the memory cannot be had or shared; on every rank alike.
         """
+
+    @property
+    def ranges(self) -> bool:
+        """Whether somebody takes NVTX ranges."""
+        if self.device.type != "cuda":
+            return False
+        from tpoverlap.memory.cuda_driver import is_profiled
+
+        return is_profiled()
+
+    def driver(self) -> DeviceDriver | None:
+        """The driver of the device that this backend's memory is on; None on a CPU. Made once a manager.
+
+        Raises:
+            BackendUnavailableError: it cannot do what the flags need.
+        """
+        if self.device.type != "cuda":
+            return None
+        from tpoverlap.memory.cuda_driver import CudaDriver
+
+        return CudaDriver(self.device)
 
     @classmethod
     @abstractmethod

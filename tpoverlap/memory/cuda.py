@@ -39,7 +39,6 @@ class CudaArena(Arena):
         return self._bytes[rank]
 
     def address(self, rank: int) -> int:
-        """Device address, in this process, of the first byte of the allocation of ``rank``."""
         return self._addresses[rank]
 
     @property

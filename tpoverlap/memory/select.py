@@ -21,11 +21,12 @@ class BackendChoice:
     reason: str
 
 
-def select_backend(name: str, group: ProcessGroup, device: torch.device) -> BackendChoice:
+def select_backend(name: str | type[Backend], group: ProcessGroup, device: torch.device) -> BackendChoice:
     """Pick and construct a backend. Collective: all ranks pick the same one.
 
     Args:
-        name: "auto", "shared", "cuda" or "process_group".
+        name: "auto", "shared", "cuda" or "process_group"; or a class, such as
+            `tpoverlap.testing.simulated.SimulatedBackend`.
         group: the tensor-parallel group.
         device: where activations live.
 
@@ -42,6 +43,9 @@ def select_backend(name: str, group: ProcessGroup, device: torch.device) -> Back
         "shared": SharedMemoryBackend,
         "process_group": ProcessGroupBackend,
     }
+    if isinstance(name, type):
+        classes[name.name] = name
+        name = name.name
     if name != "auto":
         if name not in classes:
             raise ConfigError(f"backend={name!r} is unknown; use 'auto', {', '.join(map(repr, classes))}")

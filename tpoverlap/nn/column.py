@@ -22,10 +22,17 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tpoverlap.communicator import LayerCommunicators
+from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm, weight_grad
 from tpoverlap.nn.inputs import keepable
-from tpoverlap.overlap import gather_beside, gather_then_gemm, gemm_then_scatter, open_gather, scatter_beside
+from tpoverlap.overlap import (
+    OperationContext,
+    gather_beside,
+    gather_then_gemm,
+    gemm_then_scatter,
+    open_gather,
+    scatter_beside,
+)
 from tpoverlap.tokens import TokenPartition
 
 
@@ -46,7 +53,8 @@ class ColumnLinear(torch.autograd.Function):
         assert all(weight is not None for weight in weights), "weights are never None"
         outs = [x_shard_t.new_empty(partition.total, w.shape[0]) for w in weights if w is not None]
         gathered: list[torch.Tensor] = []
-        operation = layer.manager.operation(layer.fprop, partition, scatter=False)
+        features = sum(out.shape[1] for out in outs)
+        operation = layer.manager.operation(layer.fprop, partition, scatter=False, features=features)
         x_shard_t = x_shard_t.contiguous()  # saved like this, too: backward sends it again
         if operation.method == "sequential":
             # It claims no slot, so a peer that has left the collective may push its next operation over a view of one.
@@ -95,6 +103,7 @@ class _Backward:
         self.output_grads = output_grads
         self.needs_weights = needs_weights
         self.input_grad = PartialGemm(output_grads, weights, addend)
+        self.features = sum(grad.shape[1] for grad in output_grads)  # T enters the choice of method by this shape
         self.weight_grads: list[torch.Tensor | None] = [None] * len(weights)
 
     def run(self, needs_x: bool) -> torch.Tensor | None:
@@ -110,14 +119,14 @@ class _Backward:
         partial = self.input_grad.empty(self.partition.total, self.input_grad.width)
         gathered: list[torch.Tensor] = []
         # The gather's slot is read by wgrad, which runs beside the scatter: so the gather stays open until then.
-        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=False, beside=True)
+        operation = self._operation(self.layer.dgrad, scatter=False, beside=True)
         with open_gather(operation, self.x_shard_t) as gather:
             gather.run_beside(lambda: self.input_grad.rows(0, self.partition.total, partial))
             gather.read(gathered.append)
             out = self.x_shard_t.new_empty(self.x_shard_t.shape)
             wgrad = self.layer.wgrad if self.layer.wgrad is not None else self.layer.dgrad
             scatter_beside(
-                self._manager.operation(wgrad, self.partition, scatter=True, beside=True),
+                self._operation(wgrad, scatter=True, beside=True),
                 partial,
                 lambda: self._compute_weight_grads(gathered[0]),
                 out,
@@ -125,7 +134,7 @@ class _Backward:
         return out
 
     def _scatter_in_dgrad(self) -> torch.Tensor:
-        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=False, beside=True)
+        operation = self._operation(self.layer.dgrad, scatter=False, beside=True)
         with open_gather(operation, self.x_shard_t) as gather:
             out = self._input_only()
             gather.read(self._compute_weight_grads)
@@ -134,12 +143,12 @@ class _Backward:
     def _input_only(self) -> torch.Tensor:
         """dx_shard by GEMM + reduce-scatter: there is no wgrad GEMM to put beside it."""
         out = self.x_shard_t.new_empty(self.x_shard_t.shape)
-        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=True)
+        operation = self._operation(self.layer.dgrad, scatter=True)
         gemm_then_scatter(operation, self.input_grad, out)
         return out
 
     def _gather(self, work: Any, read: Any) -> None:
-        operation = self._manager.operation(self.layer.dgrad, self.partition, scatter=False, beside=True)
+        operation = self._operation(self.layer.dgrad, scatter=False, beside=True)
         gather_beside(operation, self.x_shard_t, work, read)
 
     def _compute_weight_grads(self, gathered: torch.Tensor) -> None:
@@ -147,6 +156,7 @@ class _Backward:
             if needed:
                 self.weight_grads[index] = weight_grad(self.output_grads[index], gathered)
 
-    @property
-    def _manager(self) -> Any:
-        return self.layer.manager
+    def _operation(self, communicator: CommOverlap, *, scatter: bool, beside: bool = False) -> OperationContext:
+        return self.layer.manager.operation(
+            communicator, self.partition, scatter=scatter, beside=beside, features=self.features
+        )

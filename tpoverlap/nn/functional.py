@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from tpoverlap.nn.inputs import (
 )
 from tpoverlap.nn.row import RowLinear
 from tpoverlap.tokens import TokenPartition
+
+if TYPE_CHECKING:
+    from tpoverlap.manager import UserBufferManager
 
 Bias = torch.Tensor | Sequence[torch.Tensor | None] | None
 
@@ -66,15 +69,19 @@ def all_gather_gemm(
     resolved = shard_partition(layer.fprop, x_shard_t, partition)
     require_matmul(layer.fprop, x_shard_t, weights)
     for one_weight, one_bias in zip(weights, biases, strict=True):
-        _require_bias(layer.name, one_weight, one_bias)
+        if one_bias is not None:
+            _require_bias(layer.name, one_weight, one_bias)
+    manager = layer.manager
     outputs: tuple[torch.Tensor, ...]
     if fp8 is None:
         require_unquantised(comm)
-        outputs = _apply(ColumnLinear, layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases)
+        outputs = _apply(
+            manager, ColumnLinear, layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases
+        )
     else:
         require_fp8_gemm(layer, fp8, x_shard_t, weights)
         outputs = _apply(
-            Fp8ColumnLinear, layer, resolved, return_gathered, fp8, x_shard_t, len(weights), *weights, *biases
+            manager, Fp8ColumnLinear, layer, resolved, return_gathered, fp8, x_shard_t, len(weights), *weights, *biases
         )
     return outputs[0] if isinstance(weight, torch.Tensor) and not return_gathered else outputs
 
@@ -109,14 +116,15 @@ def gemm_reduce_scatter(
     resolved = full_partition(layer.fprop, x, partition)
     require_matmul(layer.fprop, x, [weight])
     require_output_width(layer.fprop, weight.shape[0])
-    _require_bias(layer.name, weight, bias)
+    if bias is not None:
+        _require_bias(layer.name, weight, bias)
     result: torch.Tensor
     if fp8 is None:
         require_unquantised(comm)
-        result = _apply(RowLinear, layer, resolved, x, weight, bias)
+        result = _apply(layer.manager, RowLinear, layer, resolved, x, weight, bias)
     else:
         require_fp8_gemm(layer, fp8, x, [weight])
-        result = _apply(Fp8RowLinear, layer, resolved, fp8, x, weight, bias)
+        result = _apply(layer.manager, Fp8RowLinear, layer, resolved, fp8, x, weight, bias)
     return result
 
 
@@ -130,7 +138,7 @@ def bulk_all_gather(
     require_communicator(comm, scatter=False)
     resolved = shard_partition(comm, x_shard_t, partition)
     a, b = _require_operands(comm, gemm)
-    gathered, product = _apply(BulkAllGather, comm, resolved, x_shard_t, a, b)
+    gathered, product = _apply(comm.manager, BulkAllGather, comm, resolved, x_shard_t, a, b)
     return gathered, product
 
 
@@ -145,17 +153,31 @@ def bulk_reduce_scatter(
     resolved = full_partition(comm, y, partition, "y")
     require_output_width(comm, y.shape[1])
     a, b = _require_operands(comm, gemm)
-    shard, product = _apply(BulkReduceScatter, comm, resolved, y, a, b)
+    shard, product = _apply(comm.manager, BulkReduceScatter, comm, resolved, y, a, b)
     return shard, product
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    device_type = next(a.device.type for a in arguments if isinstance(a, torch.Tensor))
-    if not torch.is_autocast_enabled(device_type):
-        return function.apply(*arguments)
-    # The operands' dtype was checked against the manager's; a GEMM that casts its output would not fit the buffers.
-    with torch.autocast(device_type, enabled=False):
-        return function.apply(*arguments)
+class _Unrecorded:
+    """The ``ctx`` of a forward that no backward follows."""
+
+    def __init__(self, num_inputs: int) -> None:
+        self.needs_input_grad = (False,) * num_inputs
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Nothing: they live as long as the caller keeps them."""
+
+
+def _apply(manager: UserBufferManager, function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    device_type = manager.device.type
+    if torch.is_autocast_enabled(device_type):
+        # The operands' dtype was checked against the manager's; a GEMM that casts its output would not fit the buffers.
+        with torch.autocast(device_type, enabled=False):
+            return _apply(manager, function, *arguments)
+    if torch.is_grad_enabled():
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                return function.apply(*arguments)
+    return function.forward(_Unrecorded(len(arguments)), *arguments)  # `apply` costs as much as all checks together
 
 
 def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,9 +197,7 @@ def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]
     return a, b
 
 
-def _require_bias(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if bias is None:
-        return
+def _require_bias(name: str, weight: torch.Tensor, bias: torch.Tensor) -> None:
     if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype or bias.device != weight.device:
         raise ActiveShapeError(
             f"{name}: the bias is {list(bias.shape)} {bias.dtype} on {bias.device}, the weight {list(weight.shape)} "

@@ -6,7 +6,8 @@ Everything here runs before any rank waits for another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -67,20 +68,23 @@ def shard_partition(
     """
     manager = comm.manager
     manager.require_input(x_shard_t, what)
-    _require_width(comm, x_shard_t, what)
+    rows, features = x_shard_t.shape
+    if comm.registered and features != comm.width:  # a name without a buffer takes any width
+        _refuse_width(comm, features, what)
     resolved = _active(comm, partition)
     if resolved is None:
-        if x_shard_t.shape[0] == 0:
+        if rows == 0:
             raise ActiveShapeError(f"{comm.name}: T cannot be inferred from an empty shard; set the active shape")
-        resolved = TokenPartition.even(x_shard_t.shape[0] * manager.tp_size, manager.tp_size)
+        resolved = _even(rows, manager.tp_size)
     own = resolved.counts[manager.rank]
-    if x_shard_t.shape[0] != own:
+    if rows != own:
         raise ActiveShapeError(
-            f"{comm.name}: {what} has {x_shard_t.shape[0]} rows, but rank {manager.rank} owns {own} of the active "
+            f"{comm.name}: {what} has {rows} rows, but rank {manager.rank} owns {own} of the active "
             f"T={resolved.total} (rows a rank: {list(resolved.counts)}); set the active shape of this microbatch"
         )
     comm.require_capacity(resolved)
-    _require_own_place(comm, x_shard_t, resolved)
+    if manager.channel is not None and manager.channel.holds(x_shard_t):
+        _require_own_place(comm, x_shard_t, resolved)
     return resolved
 
 
@@ -89,7 +93,7 @@ def _require_own_place(comm: CommOverlap, x_shard_t: torch.Tensor, partition: To
     peers are about to write over it.
     """
     channel, manager = comm.manager.channel, comm.manager
-    if channel is None or x_shard_t.numel() == 0 or not channel.holds(x_shard_t):
+    if channel is None or x_shard_t.numel() == 0:
         return
     start, end, own = channel.next_slot_addresses(
         comm.gather_region, partition.rows(manager.rank).start * comm.width * x_shard_t.element_size()
@@ -111,7 +115,7 @@ def full_partition(
     if resolved is None:
         if x.shape[0] == 0:
             raise ActiveShapeError(f"{comm.name}: {what} has no row, and T cannot be 0; set the active shape")
-        resolved = TokenPartition.balanced(x.shape[0], manager.tp_size)
+        resolved = _balanced(x.shape[0], manager.tp_size)
     if x.shape[0] != resolved.total:
         raise ActiveShapeError(
             f"{comm.name}: {what} has {x.shape[0]} rows, but the active shape says T={resolved.total}; "
@@ -123,9 +127,10 @@ def full_partition(
 
 def require_matmul(comm: CommOverlap, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
     """Raise ActiveShapeError unless every weight is [N, K] with the input's K, dtype and device."""
+    manager, features = comm.manager, x.shape[1]
     for weight in weights:
-        comm.manager.require_input(weight, f"{comm.name}: weight")
-        if weight.shape[1] != x.shape[1]:
+        manager.require_input(weight, "weight", comm.name)
+        if weight.shape[1] != features:
             raise ActiveShapeError(
                 f"{comm.name}: x has {x.shape[1]} features, the weight {list(weight.shape)} takes {weight.shape[1]}"
             )
@@ -146,12 +151,21 @@ def keepable(manager: UserBufferManager, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if in_buffer else tensor
 
 
-def _require_width(comm: CommOverlap, x: torch.Tensor, what: str) -> None:
-    if comm.registered and x.shape[1] != comm.width:  # a name without a buffer takes any width
-        raise ActiveShapeError(
-            f"{comm.name}: {what} has {x.shape[1]} features, but width {comm.width} was registered; "
-            "register another name with mgr.register(name, width=...)"
-        )
+@lru_cache(maxsize=256)
+def _even(rows: int, tp_size: int) -> TokenPartition:
+    return TokenPartition.even(rows * tp_size, tp_size)
+
+
+@lru_cache(maxsize=256)
+def _balanced(num_tokens: int, tp_size: int) -> TokenPartition:
+    return TokenPartition.balanced(num_tokens, tp_size)
+
+
+def _refuse_width(comm: CommOverlap, features: int, what: str) -> NoReturn:
+    raise ActiveShapeError(
+        f"{comm.name}: {what} has {features} features, but width {comm.width} was registered; "
+        "register another name with mgr.register(name, width=...)"
+    )
 
 
 def _active(comm: CommOverlap, partition: TokenPartition | None) -> TokenPartition | None:

@@ -42,7 +42,7 @@ class RowLinear(torch.autograd.Function):
         x = x.contiguous()
         rank = layer.manager.rank
         out = x.new_empty(partition.counts[rank], weight.shape[0])
-        operation = layer.manager.operation(layer.fprop, partition, scatter=True)
+        operation = layer.manager.operation(layer.fprop, partition, scatter=True, features=x.shape[1])
         gemm_then_scatter(operation, PartialGemm([x], [weight.t()], bias=bias), out)
         ctx.layer, ctx.partition = layer, partition
         ctx.save_for_backward(keepable(layer.manager, x), weight)
@@ -64,7 +64,7 @@ class RowLinear(torch.autograd.Function):
             else:
                 gemm = RowGemm([], [], [])  # the gather still feeds wgrad
             gather_then_gemm(
-                layer.manager.operation(layer.dgrad, ctx.partition, scatter=False),
+                layer.manager.operation(layer.dgrad, ctx.partition, scatter=False, features=x.shape[1]),
                 y_grad_shard_t,
                 gemm,
                 (lambda gathered: weight_grads.append(weight_grad(gathered, x))) if needs_weight else None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
-class OperationContext:
+class OperationContext(NamedTuple):
     """One operation: where it communicates, by which method, over which partition.
 
     Attributes:
@@ -59,9 +58,15 @@ class OperationContext:
         """This rank's rows."""
         return self.partition.rows(self.rank)
 
+    @property
+    def tells_pieces(self) -> bool:
+        """Whether a chunk may be cut: each piece has its flag in mapped memory, and costs no message."""
+        return self.channel is not None and self.channel.backend.one_sided
+
     def label(self, direction: str) -> str:
         """What all ranks must agree on: name, direction, method and the options that change the slot's layout."""
-        return _label(self.name, direction, self.method, self.config)
+        config = self.config
+        return _label(self.name, direction, self.method, config.num_splits, config.aggregate)
 
     def open_gather(self, max_piece_rows: int | None = None) -> Exchange:
         """Start an all-gather on this operation's region, its chunks cut into pieces of at most that many rows."""
@@ -79,24 +84,22 @@ class OperationContext:
         return self._open("reduce-scatter", steps)
 
     def _open(self, direction: str, steps: tuple[Step, ...]) -> Exchange:
-        assert self.channel is not None, "nothing to exchange when R = 1"
-        copier = self._copier(self.channel)
-        exchange = self.channel.open(self.region, self.label(direction), steps, self.partition, self.dtype)
+        channel, config = self.channel, self.config
+        assert channel is not None, "nothing to exchange when R = 1"
+        copier: Copier | None = None
+        if not config.use_ce and self.method in ("ring_exchange", "bulk", "fused"):
+            from tpoverlap.overlap.program_copier import program_copier
+
+            copier = program_copier(channel, config.num_sm)  # raises before any rank waits where it cannot run
+        label = _label(self.name, direction, self.method, config.num_splits, config.aggregate)
+        exchange = channel.open(self.region, label, steps, self.partition, self.dtype)
         if copier is not None:
             exchange.copier = copier
         return exchange
 
-    def _copier(self, channel: Channel) -> Copier | None:
-        """None: the copy engine. Raises before any rank waits where ``use_ce: false`` cannot run."""
-        if self.config.use_ce or self.method not in ("ring_exchange", "bulk", "fused"):
-            return None
-        from tpoverlap.overlap.program_copier import program_copier
-
-        return program_copier(channel, self.config.num_sm)
-
     def nvtx_range(self, direction: str) -> AbstractContextManager[object]:
-        """A profiler range on CUDA, nothing on the CPU."""
-        if self.channel is None or self.channel.device.type != "cuda":
+        """A profiler range that is named by GEMM, direction, method and T, where somebody listens."""
+        if self.channel is None or not self.channel.ranges:  # a range that nobody reads costs as much as a launch
             return nullcontext()
         return torch.cuda.nvtx.range(f"{self.label(direction)} T={self.partition.total}")
 
@@ -105,13 +108,14 @@ def possible_labels(name: str, config: OverlapConfig) -> Iterator[str]:
     """Every label that operations of ``name`` can have: how a peer's operation gets its name in an error."""
     for direction in ("all-gather", "reduce-scatter"):
         for method in ("ring_exchange", "pipeline", "bulk", "fused", "sequential"):
-            yield _label(name, direction, method, config)
+            yield _label(name, direction, method, config.num_splits, config.aggregate)
 
 
-def _label(name: str, direction: str, method: str, config: OverlapConfig) -> str:
+@lru_cache(maxsize=1024)
+def _label(name: str, direction: str, method: str, num_splits: int, aggregate: bool) -> str:
     detail = ""
     if method == "pipeline":
-        detail = f"/{config.num_splits}"
-    elif method == "ring_exchange" and config.aggregate:
+        detail = f"/{num_splits}"
+    elif method == "ring_exchange" and aggregate:
         detail = "/aggregate"
     return f"{name} {direction} {method}{detail}"

@@ -11,17 +11,17 @@ credits and descriptors are those of any other operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from tpoverlap.config import OverlapConfig
 from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.errors import CapacityError, ConfigError
 from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer, quantize
 from tpoverlap.gemm.fp8.quantize import ALIGNMENT
 from tpoverlap.gemm.tasks import PartialGemm
-from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.context import OperationContext, possible_labels
 from tpoverlap.overlap.registry import gather_beside
 from tpoverlap.tokens import TokenPartition
 
@@ -31,18 +31,24 @@ _TAGS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 def possible_names(name: str) -> Iterator[str]:
-    """What operations of GEMM ``name`` may call themselves; see `OperationContext.label`."""
-    yield name
+    """What FP8 operations of GEMM ``name`` call themselves; see `OperationContext.label`."""
     yield f"{name} fp8-scales"
     for tag in _TAGS.values():
         yield f"{name} {tag}"
         yield f"{name} {tag}-rows"
 
 
+def possible_fp8_labels(names: Iterable[tuple[str, OverlapConfig]]) -> Iterator[str]:
+    """Every label that FP8 operations of these GEMMs can have."""
+    for name, config in names:
+        for own_name in possible_names(name):
+            yield from possible_labels(own_name, config)
+
+
 def gather_operation(operation: OperationContext, dtype: torch.dtype) -> OperationContext:
     """``operation``, an all-gather, with rows of FP8 ``dtype``."""
     _require_method(operation)
-    return replace(operation, name=f"{operation.name} {_TAGS[dtype]}", dtype=torch.uint8)
+    return operation._replace(name=f"{operation.name} {_TAGS[dtype]}", dtype=torch.uint8)
 
 
 def scatter_operation(
@@ -56,9 +62,8 @@ def scatter_operation(
     # Only where the name is configured as a reduce-scatter: the key of an all-gather name speaks of its gather.
     configured = operation.config.is_reduce_scatter and operation.config.fp8_buf
     if not configured or operation.method not in FP8_SCATTERS:
-        return replace(operation, name=f"{operation.name} {_TAGS[dtype]}", column_granule=ALIGNMENT), gemm
-    packed = replace(
-        operation,
+        return operation._replace(name=f"{operation.name} {_TAGS[dtype]}", column_granule=ALIGNMENT), gemm
+    packed = operation._replace(
         name=f"{operation.name} {_TAGS[dtype]}-rows",
         dtype=torch.uint8,
         column_granule=ALIGNMENT,
@@ -147,8 +152,7 @@ def put_together(operation: OperationContext, values: torch.Tensor, partition: T
             f"{operation.name}: row-wise scales of T={partition.total} do not fit the {region.slot_bytes} bytes that "
             "the manager's capacity gave them; use a larger capacity_shape, or a per-tensor recipe"
         )
-    context = replace(
-        operation,
+    context = operation._replace(
         name=f"{operation.name.rpartition(' ')[0]} fp8-scales",
         method="sequential" if operation.method == "sequential" else "bulk",
         region=SCALES_REGION,

@@ -19,31 +19,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
 from tpoverlap.comm import (
-    ArrivalWords,
     Channel,
     OneSidedExchange,
     Transfer,
-    all_gather_schedule,
-    reduce_scatter_schedule,
 )
 from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.streams import Stream
 from tpoverlap.errors import BackendUnavailableError, PeerTimeoutError
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton import PieceRows, RowBlock, require_kernels
-from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Received
+from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Launch, Received
 from tpoverlap.memory.layout import MAX_PIECES
+from tpoverlap.overlap import fused_launch
 from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.fused_blocks import counter_word, gather_blocks, scatter_blocks
+from tpoverlap.overlap.fused_form import choose_form
 from tpoverlap.tokens import TokenPartition
 
 ReadGathered = Callable[[torch.Tensor], None]
 
+__all__ = ["all_gather", "choose_form", "reduce_scatter"]
 _MIB: Final = 1 << 20
 _GATHER_PIECES: Final = ((4 * _MIB, 1), (16 * _MIB, 2), (None, 4))
 """(chunk smaller than, pieces): a piece costs a copy and a flag; own rows hide all but the first ones anyway."""
@@ -82,12 +82,17 @@ class _Kernels:
 
     launcher: GemmLauncher
     counters: PieceCounters
+    peers: fused_launch.PeerTables
 
 
 def all_gather(
     context: OperationContext, x_shard_t: torch.Tensor, gemm: RowGemm, read_gathered: ReadGathered | None
 ) -> None:
     """Own rows first, straight from ``x_shard_t``; others as they arrive. See `registry.gather_then_gemm`."""
+    if read_gathered is None and gemm.matrices and _one_launch(context, "gather"):
+        kernels = _kernels(context, fused_launch.RESERVED_PROGRAMS)
+        fused_launch.all_gather(context, kernels.launcher, kernels.peers, x_shard_t, gemm)
+        return
     kernels = _kernels(context)
     partition, width, own = context.partition, context.width, context.own_rows
     piece_rows = _piece_rows(partition, width, context.dtype, _GATHER_PIECES)
@@ -96,6 +101,14 @@ def all_gather(
         caller = exchange.caller
         whole = exchange.view(0, (partition.total, width))
         needs_own_copy = read_gathered is not None or exchange.hands_out_slot
+        blocks = gather_blocks(partition, width, context.rank, piece_rows)
+        own_block = RowBlock(own.start, own.stop)
+        arrivals = exchange.arrivals
+        gate = Gate(arrivals.address, arrivals.epoch)
+        launches = [  # prepared before the first wait: a binary that is loaded may have to wait for the device
+            kernels.launcher.gathered_rows(x_shard_t, own_block, whole, blocks, matrix, bias, out, gate)
+            for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True)
+        ]
         for step in exchange.steps:
             exchange.send(step, x_shard_t, own.start)
         if needs_own_copy:
@@ -103,14 +116,7 @@ def all_gather(
         if kernels.launcher.interpreted and not context.config.use_ce:
             caller.wait(exchange.sent())  # interpreted kernels of one process run one at a time
         exchange.wait_entered(caller)
-        blocks = _gather_blocks(partition, width, context.rank, piece_rows)
-        own_block = RowBlock(own.start, own.stop)
-        arrivals = exchange.arrivals
-        gate = Gate(arrivals.address, arrivals.epoch)
-        for number, (matrix, bias, out) in enumerate(zip(gemm.matrices, gemm.biases, gemm.outs, strict=True)):
-            launch = partial(
-                kernels.launcher.gathered_rows, x_shard_t, own_block, whole, blocks, matrix, bias, out, gate
-            )
+        for number, launch in enumerate(launches):
             exchange.run(caller, launch, "gemm", number)
         if read_gathered is not None or not gemm.matrices:
             for step in exchange.steps:
@@ -126,6 +132,10 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
 
     See `registry.gemm_then_scatter`.
     """
+    if _one_launch(context, "scatter"):
+        kernels = _kernels(context, fused_launch.RESERVED_PROGRAMS)
+        fused_launch.reduce_scatter(context, kernels.launcher, kernels.peers, gemm, out)
+        return
     kernels = _kernels(context)
     launcher, partition, own = kernels.launcher, context.partition, context.own_rows
     piece_rows = _piece_rows(partition, context.width, context.dtype, _SCATTER_PIECES)
@@ -133,15 +143,17 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         assert isinstance(exchange, OneSidedExchange), "checked before"
         caller = exchange.caller
         staging = gemm.empty(partition.total, context.width)
-        blocks = _scatter_blocks(partition, context.width, context.rank, piece_rows)
+        blocks = scatter_blocks(partition, context.width, context.rank, piece_rows)
         counters, targets = kernels.counters.next(launcher.tiles_per_word(gemm, blocks))
-        last_words = {step.sends[-1].destination: _counter(step.sends[-1]) for step in exchange.steps if step.sends}
+        last_words = {step.sends[-1].destination: counter_word(step.sends[-1]) for step in exchange.steps if step.sends}
+        own_rows = _own_rows(launcher, exchange, gemm, out, own)
         allocated = caller.record()  # before the kernel: sends follow its counters, not its end
         if blocks:
-            exchange.run(caller, lambda: launcher.partial_rows(gemm, blocks, staging, counters), "gemm", 1)
+            # Both launches are prepared by now: nothing is compiled or loaded between them, while streams wait.
+            exchange.run(caller, launcher.partial_rows(gemm, blocks, staging, counters), "gemm", 1)
 
         def until_computed(stream: Stream, transfer: Transfer) -> None:
-            word = _counter(transfer)
+            word = counter_word(transfer)
             stream.wait_counter(counters, word, targets[word])
             if word == last_words[transfer.destination]:
                 exchange.announce_computed(transfer)
@@ -151,32 +163,32 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         if launcher.interpreted and not context.config.use_ce:
             caller.wait(exchange.sent())
         exchange.wait_computed(caller)
-        count = own.stop - own.start
-        if count:
-            received = exchange.view(0, (exchange.tp_size - 1, count, context.width))
-            arrivals = exchange.arrivals
-            # Every source cuts the rows alike, so the pieces of one stand for all.
-            pieces = tuple(PieceRows(t.piece, t.row_start, t.row_stop) for t in exchange.steps[0].receives)
-            exchange.run(
-                caller,
-                lambda: launcher.own_rows(
-                    gemm,
-                    RowBlock(own.start, own.stop, pieces),
-                    out,
-                    Received(
-                        received.data_ptr(),
-                        exchange.rank,
-                        exchange.tp_size,
-                        Gate(arrivals.address, arrivals.epoch),
-                        MAX_PIECES,
-                    ),
-                ),
-                "gemm",
-                0,
-            )
+        if own_rows is not None:
+            exchange.run(caller, own_rows, "gemm", 0)
 
 
-def _kernels(context: OperationContext) -> _Kernels:
+def _own_rows(
+    launcher: GemmLauncher, exchange: OneSidedExchange, gemm: PartialGemm, out: torch.Tensor, own: slice
+) -> Launch | None:
+    """The second kernel: own rows and what the peers send of them; None without own rows."""
+    count = own.stop - own.start
+    if count == 0:
+        return None
+    received = exchange.view(0, (exchange.tp_size - 1, count, gemm.width))
+    arrivals = exchange.arrivals
+    # Every source cuts the rows alike, so the pieces of one stand for all.
+    pieces = tuple(PieceRows(t.piece, t.row_start, t.row_stop) for t in exchange.steps[0].receives)
+    gate = Gate(arrivals.address, arrivals.epoch)
+    blocks = Received(received.data_ptr(), exchange.rank, exchange.tp_size, gate, MAX_PIECES)
+    return launcher.own_rows(gemm, RowBlock(own.start, own.stop, pieces), out, blocks)
+
+
+def _one_launch(context: OperationContext, direction: Literal["gather", "scatter"]) -> bool:
+    # Copy programs were asked for: then these do the copying.
+    return context.config.use_ce and choose_form(direction, context.partition.total) == "one_launch"
+
+
+def _kernels(context: OperationContext, reserve: int = 0) -> _Kernels:
     """Raises BackendUnavailableError, before any rank waits, where the method cannot run."""
     channel = context.channel
     assert channel is not None, "R = 1 is sequential"
@@ -188,7 +200,7 @@ def _kernels(context: OperationContext) -> _Kernels:
     require_kernels(channel.device, f"{context.name}: method 'fused'")
     config = context.config
     # Copy programs need multiprocessors that no spinning kernel holds; the copy engine needs none.
-    reserve = 0 if config.use_ce else config.num_sm
+    reserve = reserve if config.use_ce else config.num_sm
     if channel.shares_gpu:
         reserve = max(reserve, _SHARED_GPU_PROGRAMS)
     return channel.resource(f"fused/{reserve}", lambda: _make_kernels(channel, reserve))
@@ -207,33 +219,7 @@ def _make_kernels(channel: Channel, reserve: int) -> _Kernels:
         )
 
     channel.probes.append(gave_up)
-    return _Kernels(launcher, PieceCounters(channel.device, channel.tp_size))
-
-
-@lru_cache(maxsize=256)
-def _gather_blocks(partition: TokenPartition, width: int, rank: int, piece_rows: int) -> tuple[RowBlock, ...]:
-    """Rows that each step receives, with their arrival flags."""
-    steps = all_gather_schedule(partition, width, rank, piece_rows)
-    return _blocks(
-        [[(ArrivalWords.word(t.source, t.piece), t.row_start, t.row_stop) for t in step.receives] for step in steps]
-    )
-
-
-@lru_cache(maxsize=256)
-def _scatter_blocks(partition: TokenPartition, width: int, rank: int, piece_rows: int) -> tuple[RowBlock, ...]:
-    """Rows that each step sends, with the counters of their pieces."""
-    steps = reduce_scatter_schedule(partition, width, rank, piece_rows)
-    return _blocks([[(_counter(t), t.row_start, t.row_stop) for t in step.sends] for step in steps])
-
-
-def _blocks(steps: list[list[tuple[int, int, int]]]) -> tuple[RowBlock, ...]:
-    """One block a step that has rows."""
-    pieces = [tuple(PieceRows(*piece) for piece in step) for step in steps if step]
-    return tuple(RowBlock(block[0].start, block[-1].stop, block) for block in pieces)
-
-
-def _counter(transfer: Transfer) -> int:
-    return transfer.destination * MAX_PIECES + transfer.piece
+    return _Kernels(launcher, PieceCounters(channel.device, channel.tp_size), fused_launch.PeerTables(channel))
 
 
 def _piece_rows(

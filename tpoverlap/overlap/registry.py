@@ -43,12 +43,20 @@ def gather_then_gemm(
         gemm: computes rows of the outputs from rows of the gathered activation.
         read_gathered: also called with the gathered [T, H]; what it gets may be a view that is overwritten later.
     """
+    channel = context.channel
+    if channel is None or not channel.ranges:
+        GATHER_METHODS[context.method](context, x_shard_t, gemm, read_gathered)
+        return
     with context.nvtx_range("all-gather"):
         GATHER_METHODS[context.method](context, x_shard_t, gemm, read_gathered)
 
 
 def gemm_then_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
     """GEMM + reduce-scatter into ``out`` [T_r, N]."""
+    channel = context.channel
+    if channel is None or not channel.ranges:
+        SCATTER_METHODS[context.method](context, gemm, out)
+        return
     with context.nvtx_range("reduce-scatter"):
         SCATTER_METHODS[context.method](context, gemm, out)
 

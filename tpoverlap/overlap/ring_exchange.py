@@ -18,9 +18,10 @@ from functools import partial
 
 import torch
 
-from tpoverlap.comm import Exchange
+from tpoverlap.comm import Exchange, in_pieces
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
 from tpoverlap.overlap.scatter import reduce_blocks
 
 ReadGathered = Callable[[torch.Tensor], None]
@@ -30,27 +31,33 @@ def all_gather(
     context: OperationContext, x_shard_t: torch.Tensor, gemm: RowGemm, read_gathered: ReadGathered | None
 ) -> None:
     """Own chunk first, then chunk by chunk as they arrive. See `tpoverlap.overlap.registry.gather_then_gemm`."""
-    own, width = context.own_rows, context.width
-    with context.open_gather() as exchange:
-        whole = exchange.view(0, (context.partition.total, width))
-        needs_own_copy = read_gathered is not None or context.config.aggregate or exchange.hands_out_slot
-        for step in exchange.steps:
+    own, width, partition, config = context.own_rows, context.width, context.partition, context.config
+    piece_rows = None
+    if context.tells_pieces and not config.aggregate:
+        piece_rows = gather_piece_rows(partition, width, context.dtype.itemsize)
+    with context.open_gather(piece_rows) as exchange:
+        caller, steps = exchange.caller, exchange.steps
+        needs_own_copy = read_gathered is not None or config.aggregate or exchange.hands_out_slot
+        for step in steps:
             exchange.send(step, x_shard_t, own.start)
         if needs_own_copy:
             exchange.copy_own(x_shard_t, own.start * width)
-        if context.config.aggregate:
-            _gemm_on_pairs(exchange, whole, gemm)
+        if config.aggregate:
+            _gemm_on_pairs(exchange, exchange.view(0, (partition.total, width)), gemm)
         else:
-            exchange.run(exchange.caller, lambda: gemm.rows(x_shard_t, own.start), "gemm", 0)
-            for step in exchange.steps:
-                exchange.wait(step, exchange.caller)
-                rows = context.partition.rows(step.peer)
-                chunk = whole[rows]
-                exchange.run(exchange.caller, partial(gemm.rows, chunk, rows.start), "gemm", step.number)
+            exchange.run(caller, partial(gemm.rows, x_shard_t, own.start), "gemm", 0)
+            if piece_rows is not None and multiplies_pieces(gemm.num_features):
+                steps = tuple(piece for step in steps for piece in in_pieces(step))
+            for step in steps:
+                exchange.wait(step, caller)
+                if step.receives:
+                    start, stop = step.receives[0].row_start, step.receives[-1].row_stop
+                    chunk = exchange.view(start * width, (stop - start, width))
+                    exchange.run(caller, partial(gemm.rows, chunk, start), "gemm", step.number)
         if needs_own_copy:
-            exchange.wait_own(exchange.caller)
+            exchange.wait_own(caller)
         if read_gathered is not None:
-            exchange.run(exchange.caller, lambda: read_gathered(whole), "read")
+            exchange.run(caller, partial(read_gathered, exchange.view(0, (partition.total, width))), "read")
 
 
 def _gemm_on_pairs(exchange: Exchange, whole: torch.Tensor, gemm: RowGemm) -> None:
@@ -73,20 +80,37 @@ def _gemm_on_pairs(exchange: Exchange, whole: torch.Tensor, gemm: RowGemm) -> No
 
 def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
     """Peers' rows first, pushed as they finish; own rows last. See `registry.gemm_then_scatter`."""
-    partition, own = context.partition, context.own_rows
-    with context.open_scatter() as exchange:
-        summand = gemm.empty(partition.total, context.width)
-        for step in exchange.steps:
-            # step s receives from r - s and sends to r + s
-            rows = partition.rows((context.rank + step.number) % partition.tp_size)
-            exchange.run(
-                exchange.caller,
-                partial(gemm.rows, rows.start, rows.stop, summand[rows]),
-                "gemm",
-                step.number,
-            )
-            exchange.send(step, summand, 0, exchange.caller.record())
-        exchange.run(exchange.caller, lambda: gemm.rows(own.start, own.stop, summand[own], owned=True), "gemm", 0)
-        for step in exchange.steps:
-            exchange.wait(step, exchange.caller)
-        reduce_blocks(exchange, summand[own], out, context.packed_format)
+    partition, own, width = context.partition, context.own_rows, context.width
+    piece_rows = None
+    if context.tells_pieces:
+        piece_rows = scatter_piece_rows(partition, width, context.dtype.itemsize)
+    with context.open_scatter(piece_rows) as exchange:
+        caller, steps = exchange.caller, exchange.steps
+        summand = gemm.empty(partition.total, width)
+        for whole_step in steps:  # step s receives from r - s and sends to r + s
+            for step in in_pieces(whole_step):
+                for transfer in step.sends:
+                    start, stop = transfer.row_start, transfer.row_stop
+                    target = summand.narrow(0, start, stop - start)
+                    exchange.run(caller, partial(gemm.rows, start, stop, target), "gemm", step.number)
+                exchange.send(step, summand, 0)
+        if piece_rows is not None and gemm.is_plain:
+            _add_own_pieces(exchange, gemm, out, own.start)
+            return
+        own_partial = summand[own]
+        exchange.run(caller, partial(gemm.rows, own.start, own.stop, own_partial, owned=True), "gemm", 0)
+        for step in steps:
+            exchange.wait(step, caller)
+        reduce_blocks(exchange, own_partial, out, context.packed_format)
+
+
+def _add_own_pieces(exchange: Exchange, gemm: PartialGemm, out: torch.Tensor, own_start: int) -> None:
+    """R = 2: each piece of own rows is computed on top of the peer's, as that arrives."""
+    (whole_step,) = exchange.steps
+    for step in in_pieces(whole_step):
+        exchange.wait(step, exchange.caller)
+        for transfer in step.receives:
+            start, stop = transfer.row_start, transfer.row_stop
+            received = exchange.view(transfer.slot_element, (stop - start, out.shape[1]))
+            target = out.narrow(0, start - own_start, stop - start)
+            exchange.run(exchange.caller, partial(gemm.rows_added, start, stop, received, target), "gemm", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ def reduce_blocks(
         return
     received = exchange.view(0, (exchange.tp_size - 1, count, width)).unbind(0)
     blocks = [*received[: exchange.rank], own_partial, *received[exchange.rank :]]
-    exchange.run(exchange.caller, lambda: sum_blocks(blocks, out, packed_format), "reduce")
+    exchange.run(exchange.caller, partial(sum_blocks, blocks, out, packed_format), "reduce")
 
 
 def sum_blocks(blocks: Sequence[torch.Tensor], out: torch.Tensor, packed_format: torch.dtype | None) -> None:

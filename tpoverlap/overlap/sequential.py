@@ -6,14 +6,12 @@ otherwise ranks that disagree on T would hang, or worse, inside the collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+import functools
+from collections.abc import Callable
 
 import torch
 
 from tpoverlap.comm import all_gather_rows, reduce_scatter_rows
-from tpoverlap.comm.collectives import FinishWork, wait_for_work
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap.context import OperationContext
 
@@ -21,26 +19,25 @@ Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
 
 
-@contextmanager
-def _announced(context: OperationContext, direction: str) -> Iterator[FinishWork]:
-    channel = context.channel
-    if channel is None:
-        yield wait_for_work
-        return
-    with channel.announced(context.label(direction), context.partition, context.dtype) as descriptor:
-        yield partial(channel.finish_collective, descriptor)
-
-
 def gather(context: OperationContext, x_shard_t: torch.Tensor) -> torch.Tensor:
     """[T_r, H] -> [T, H]: an ordinary tensor."""
-    with _announced(context, "all-gather") as finish:
-        return all_gather_rows(x_shard_t, context.partition, context.group, finish)
+    channel, partition = context.channel, context.partition
+    if channel is None:
+        return all_gather_rows(x_shard_t, partition, context.group)
+    with channel.announced(context.label("all-gather"), partition, context.dtype) as descriptor:
+        finish = functools.partial(channel.finish_collective, descriptor)
+        return all_gather_rows(x_shard_t, partition, context.group, finish)
 
 
 def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor) -> None:
     """[T, N] partial sums -> ``out`` [T_r, N]."""
-    with _announced(context, "reduce-scatter") as finish:
-        reduce_scatter_rows(summands, context.partition, context.group, out, finish)
+    channel, partition = context.channel, context.partition
+    if channel is None:
+        reduce_scatter_rows(summands, partition, context.group, out)
+        return
+    with channel.announced(context.label("reduce-scatter"), partition, context.dtype) as descriptor:
+        finish = functools.partial(channel.finish_collective, descriptor)
+        reduce_scatter_rows(summands, partition, context.group, out, finish)
 
 
 def all_gather(

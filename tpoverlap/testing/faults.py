@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 
-from tpoverlap.comm import Channel, Exchange, Trace, Transfer
+from tpoverlap.comm import Channel, Trace, Transfer
+from tpoverlap.comm.device_streams import DeviceStream
 from tpoverlap.comm.streams import Stream, Work
 from tpoverlap.manager import UserBufferManager
+from tpoverlap.testing.simulated import SimulatedDriver
 
 Seconds = float | Callable[[], float]
 """A duration, or a function that gives another one each time (a random delay)."""
@@ -35,12 +37,12 @@ _GPU_CYCLES_PER_S = 1.5e9
 def pause(stream: Stream, seconds: Seconds) -> None:
     """Hold up ``stream``, inside work of it: the calling thread on the CPU, the CUDA stream on a GPU."""
     duration_s = seconds() if callable(seconds) else seconds
-    cuda_stream = getattr(stream, "stream", None)
-    if cuda_stream is None:
+    if not isinstance(stream, DeviceStream):
         time.sleep(duration_s)
+    elif isinstance(stream.driver, SimulatedDriver):
+        stream.driver.launch(stream.handle, lambda: time.sleep(duration_s))
     else:
-        with torch.cuda.stream(cuda_stream):
-            torch.cuda._sleep(int(duration_s * _GPU_CYCLES_PER_S))
+        stream.driver.launch(stream.handle, lambda: torch.cuda._sleep(int(duration_s * _GPU_CYCLES_PER_S)))
 
 
 def trace(mgr: UserBufferManager) -> Trace:
@@ -150,30 +152,25 @@ def before_gemms(
 ) -> Iterator[None]:
     """Call ``action(stream)`` on the GEMM's stream, inside the operation, before each GEMM but the first ``after``.
 
-    Covers every method that opens an exchange, so all but ``sequential``. Patches `Exchange.run` for the block.
+    Covers every method that opens an exchange, so all but ``sequential``.
     """
-    channel, original, seen = _channel(mgr), Exchange.run, 0
+    channel, seen = _channel(mgr), 0
+    outer = channel.before_gemm
 
-    def run(exchange: Exchange, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
-        if exchange._channel is not channel or what != "gemm":
-            original(exchange, stream, work, what, step)
-            return
-
-        def disturbed() -> None:
-            nonlocal seen
-            seen += 1
-            if seen > after:
-                action(stream)
-            work()
-
-        original(exchange, stream, disturbed, what, step)
+    def hook(stream: Stream) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > after:
+            action(stream)
+        if outer is not None:
+            outer(stream)
 
     if only_rank in (None, channel.rank):
-        Exchange.run = run  # type: ignore[method-assign,assignment]
+        channel.before_gemm = hook
     try:
         yield
     finally:
-        Exchange.run = original  # type: ignore[method-assign]
+        channel.before_gemm = outer
 
 
 @contextmanager
@@ -197,6 +194,10 @@ def delay_stream(
     """
     channel = _channel(mgr)
     stream = _streams(channel)[label]
+    if isinstance(stream, DeviceStream):
+        with _disturbed(stream, seconds, active=only_rank in (None, channel.rank)):
+            yield
+        return
     original = type(stream).run
 
     def run(work: Work) -> None:
@@ -213,6 +214,17 @@ def delay_stream(
     finally:
         for name in ("run", "enqueue"):
             stream.__dict__.pop(name, None)
+
+
+@contextmanager
+def _disturbed(stream: DeviceStream, seconds: Seconds, *, active: bool) -> Iterator[None]:
+    """Before each batch of memory operations, each copy and each launch of the driver's stream."""
+    if active:
+        stream.disturb = lambda: pause(stream, seconds)
+    try:
+        yield
+    finally:
+        stream.disturb = None
 
 
 def stream_labels(mgr: UserBufferManager) -> tuple[str, ...]:

@@ -12,8 +12,10 @@ import click
 SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "tpoverlap.tools.train.command:train",
+        "bench": "tpoverlap.tools.bench.command:bench",
         "doctor": "tpoverlap.tools.doctor.command:doctor",
         "config": "tpoverlap.tools.config.command:config",
+        "predict": "tpoverlap.tools.predict.command:predict",
     }
 )
 

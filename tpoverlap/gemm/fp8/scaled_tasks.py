@@ -12,7 +12,7 @@ from tpoverlap.gemm.fp8.scaled_mm import scaled_mm
 from tpoverlap.gemm.tasks import PartialGemm, RowGemm
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class ScaledRowGemm(RowGemm):
     """Rows of FP8 bytes in, the same rows of every output out.
 
@@ -30,7 +30,7 @@ class ScaledRowGemm(RowGemm):
     matrices: Sequence[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "matrices", [weight.data.t() for weight in self.weights])
+        self.matrices = [weight.data.t() for weight in self.weights]
 
     def rows(self, x: torch.Tensor, start: int) -> None:
         """Compute the outputs of the chunk ``x`` (uint8 [t, K]), whose first row is row ``start`` of the activation."""
@@ -48,7 +48,7 @@ class ScaledRowGemm(RowGemm):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class ScaledPartialGemm(PartialGemm):
     """This rank's partial sum of a [T, N] output from FP8 operands; the sum itself is in the original dtype.
 
@@ -63,8 +63,13 @@ class ScaledPartialGemm(PartialGemm):
     matrices: Sequence[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lefts", [left.data for left, _ in self.terms])
-        object.__setattr__(self, "matrices", [weight.data.t() for _, weight in self.terms])
+        self.lefts = [left.data for left, _ in self.terms]
+        self.matrices = [weight.data.t() for _, weight in self.terms]
+
+    @property
+    def is_plain(self) -> bool:
+        """False: tensor cores cannot add to what is there."""
+        return False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,7 +102,7 @@ class ScaledPartialGemm(PartialGemm):
             out.add_(self.addend[rows, columns])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class PackedPartialGemm(PartialGemm):
     """Another partial GEMM whose results leave as FP8 rows with their scales (``fp8_buf`` reduce-scatter).
 
@@ -111,9 +116,14 @@ class PackedPartialGemm(PartialGemm):
     matrices: Sequence[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lefts", self.gemm.lefts)
-        object.__setattr__(self, "matrices", self.gemm.matrices)
-        object.__setattr__(self, "bias", self.gemm.bias)
+        self.lefts = self.gemm.lefts
+        self.matrices = self.gemm.matrices
+        self.bias = self.gemm.bias
+
+    @property
+    def is_plain(self) -> bool:
+        """False: packed rows cannot be added to."""
+        return False
 
     @property
     def dtype(self) -> torch.dtype:

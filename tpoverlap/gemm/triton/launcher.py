@@ -5,24 +5,37 @@ order (everything goes to the current stream), and no transport.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 
-from tpoverlap.errors import ConfigError
 from tpoverlap.gemm.tasks import PartialGemm
-from tpoverlap.gemm.triton.compiled import CompiledKernels, InterpretedKernels, Prepared, describable
+from tpoverlap.gemm.triton.compiled import (
+    SCATTER_GEMM,
+    TILE_GEMM,
+    CompiledKernels,
+    InterpretedKernels,
+    Kernel,
+    Prepared,
+    describable,
+)
+from tpoverlap.gemm.triton.operands import Operands, has_tma, kind, places, precision
+from tpoverlap.gemm.triton.push_plan import PushPlan, PushTo, RemoteBlock
+from tpoverlap.gemm.triton.tables import DeviceTables
 from tpoverlap.gemm.triton.tile_plan import RowBlock, TilePlan
 from tpoverlap.gemm.triton.tiles import INTERPRETED, TileShape, choose_tile
 
-MAX_TERMS: Final = 3
-_MAX_TABLES: Final = 256
+Launch = Callable[[], None]
+"""A prepared launch: goes to the current stream, which must be the one it was prepared on."""
 _MAX_PREPARED: Final = 1024
 _INTERPRETED_PROGRAMS: Final = 3
 _POLLS_PER_S: Final = 2_000
 """Roughly what the interpreter manages; its bound only has to exist."""
+_LEAST_PUSHERS: Final = 24
+"""Programs that push, at least: one alone fills a small part of a link."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +61,8 @@ class Received:
     words_per_rank: int = 0
 
 
-@dataclass(frozen=True)
-class _Operands:
-    """The terms of one launch: lefts [rows, K_i] and how their matrices are stored."""
-
-    lefts: Sequence[torch.Tensor]
-    stored: Sequence[torch.Tensor]
-    n_major: bool
-
-
 class GemmLauncher:
-    """Launches `tile_gemm`. One a manager; the caller has checked `require_kernels`.
+    """Launches `tile_gemm` and `scatter_gemm`. One a manager; the caller has checked `require_kernels`.
 
     Args:
         device: of all tensors.
@@ -80,8 +84,8 @@ class GemmLauncher:
         self.interpreted = device.type == "cpu"
         self._limit = int(limit_s * (_POLLS_PER_S if self.interpreted else 1e9))
         self._tile = INTERPRETED if self.interpreted and tile is None else tile
-        self._use_tma = use_tma if use_tma is not None else not self.interpreted and _has_tma(device)
-        self._tables: OrderedDict[tuple[int, int, int], tuple[TilePlan, TilePlan, torch.Tensor]] = OrderedDict()
+        self._use_tma = use_tma if use_tma is not None else not self.interpreted and has_tma(device)
+        self._tables = DeviceTables(device)
         self._prepared: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
         self._kernels: CompiledKernels = InterpretedKernels() if self.interpreted else CompiledKernels()
         if self.interpreted:
@@ -99,6 +103,7 @@ class GemmLauncher:
         return bool(self._error[0])
 
     # -- what the methods launch -----------------------------------------------------------------------------------
+    # A launch is prepared (which compiles and loads its binary) before the operation waits for anybody, then launched.
 
     def gathered_rows(
         self,
@@ -110,7 +115,8 @@ class GemmLauncher:
         bias: torch.Tensor | None,
         out: torch.Tensor,
         gate: Gate,
-    ) -> None:
+        push_to: PushTo | None = None,
+    ) -> Launch:
         """``out = gathered @ matrix (+ bias)``: own rows at once, then ``blocks`` in order, as their words arrive.
 
         Args:
@@ -118,31 +124,43 @@ class GemmLauncher:
             gathered: [T, K].
             matrix: [K, N], a view of which one stride is 1.
             out: [T, N], contiguous.
+            push_to: some programs also copy ``own`` to the peers, before they wait for anything.
         """
 
         def prepare() -> Prepared:
-            operands = _Operands([gathered], *_stored([matrix]))
+            operands = Operands.of([gathered], [matrix])
             counts = tuple(block.stop - block.start for block in (own_block, *blocks))
             tile = self.tile_for(counts, out.shape[1], out.dtype)
             plans = TilePlan.of((own_block,), tile.rows), TilePlan.of(blocks, tile.rows)
-            return self._prepare(tile, *plans, operands, out, own=own, own_shift=own_block.start, bias=bias, gate=gate)
+            return self._prepare(
+                tile,
+                *plans,
+                operands,
+                out,
+                own=own,
+                own_shift=own_block.start,
+                bias=bias,
+                gate=gate,
+                push_to=push_to,
+            )
 
-        key = (own_block, blocks, gate.address, *_places(own, gathered, matrix, bias, out))
-        self._prepared_for(key, prepare).launch(gate.epoch, None)
+        pushed = None if push_to is None else (id(push_to.pushes), push_to.peers.data_ptr())
+        key = (own_block, blocks, gate.address, pushed, *places(own, gathered, matrix, bias, out))
+        return partial(self._prepared_for(key, prepare).launch, gate.epoch, None)
 
     def partial_rows(
         self, gemm: PartialGemm, blocks: tuple[RowBlock, ...], out: torch.Tensor, counters: torch.Tensor
-    ) -> None:
+    ) -> Launch:
         """``blocks`` of this rank's partial sum into ``out`` [T, N]; each tile bumps the ``counters`` of its words."""
 
         def prepare() -> Prepared:
-            operands = _Operands(gemm.lefts, *_stored(gemm.matrices))
+            operands = Operands.of(gemm.lefts, gemm.matrices)
             tile = self.partial_tile(gemm, blocks)
             plan = TilePlan.of(blocks, tile.rows)
             return self._prepare(tile, _NO_ROWS, plan, operands, out, addend=gemm.addend, counters=counters)
 
-        key = ("partial", blocks, *_places(*gemm.lefts, *gemm.matrices, gemm.addend, out))
-        self._prepared_for(key, prepare).launch(0, counters)
+        key = ("partial", blocks, *places(*gemm.lefts, *gemm.matrices, gemm.addend, out))
+        return partial(self._prepared_for(key, prepare).launch, 0, counters)
 
     def tiles_per_word(self, gemm: PartialGemm, blocks: tuple[RowBlock, ...]) -> dict[int, int]:
         """How often `partial_rows` bumps each word."""
@@ -153,14 +171,14 @@ class GemmLauncher:
         """The tile of `partial_rows`."""
         return self.tile_for(tuple(block.stop - block.start for block in blocks), gemm.width, gemm.dtype)
 
-    def own_rows(self, gemm: PartialGemm, block: RowBlock, out: torch.Tensor, received: Received) -> None:
+    def own_rows(self, gemm: PartialGemm, block: RowBlock, out: torch.Tensor, received: Received) -> Launch:
         """``out`` [T_r, N] = rows of ``block``, bias, and what was received, added in rank order and rounded once.
 
         Words of ``block``, if it has some, are those of its pieces in every source's part of ``received.gate``.
         """
 
         def prepare() -> Prepared:
-            operands = _Operands(gemm.lefts, *_stored(gemm.matrices))
+            operands = Operands.of(gemm.lefts, gemm.matrices)
             rows = block.stop - block.start
             tile = self.tile_for((rows,), gemm.width, gemm.dtype, two_sums=received.num_ranks > 2)
             return self._prepare(
@@ -181,9 +199,10 @@ class GemmLauncher:
             block,
             received.address,
             gate_address,
-            *_places(*gemm.lefts, *gemm.matrices, gemm.addend, gemm.bias, out),
+            *places(*gemm.lefts, *gemm.matrices, gemm.addend, gemm.bias, out),
         )
-        self._prepared_for(key, prepare).launch(0 if received.gate is None else received.gate.epoch, None)
+        epoch = 0 if received.gate is None else received.gate.epoch
+        return partial(self._prepared_for(key, prepare).launch, epoch, None)
 
     def tile_for(
         self, block_rows: tuple[int, ...], columns: int, dtype: torch.dtype, *, two_sums: bool = False
@@ -214,7 +233,7 @@ class GemmLauncher:
         tile: TileShape,
         own_plan: TilePlan,
         plan: TilePlan,
-        operands: _Operands,
+        operands: Operands,
         out: torch.Tensor,
         *,
         own: torch.Tensor | None = None,
@@ -226,26 +245,25 @@ class GemmLauncher:
         counters: torch.Tensor | None = None,
         received: Received | None = None,
         block_rows: int = 0,
+        push_to: PushTo | None = None,
     ) -> Prepared:
-        width, lefts, stored = out.shape[1], operands.lefts, operands.stored
-        assert all(left.stride(1) == 1 or left.shape[1] == 1 for left in lefts), "rows are contiguous"
+        width, lefts = out.shape[1], operands.lefts
         first = own if own is not None and own.shape[0] > 0 else lefts[0]
-        tma = self._use_tma and describable(first) and all(map(describable, lefts)) and all(map(describable, stored))
+        tma = self._use_tma and describable(first) and operands.describable()
         tma_store = tma and describable(out)
         waits_for = gate if received is None else received.gate
         addressed = self.interpreted and gate is not None and not tma
-        unused = (0,) * (MAX_TERMS - len(lefts))
-        a: list[Any] = list(lefts)
-        if tma:
-            left_shape = (tile.rows, tile.depth)
-            right_shape = (tile.columns, tile.depth) if operands.n_major else (tile.depth, tile.columns)
-            a = [self._kernels.descriptor(left, left_shape) for left in lefts]
-            b = [self._kernels.descriptor(right, right_shape) for right in stored]
-            own_rows = a[0] if own is None else self._kernels.descriptor(first, left_shape)
-        else:
-            a = [lefts[0].data_ptr()] if addressed else list(lefts)
-            b = list(stored)
-            own_rows = a[0] if own is None else first
+        given = operands.given(self._kernels, tile, tma=tma, addressed=addressed)
+        own_rows = first
+        if own is None:
+            own_rows = given[0]
+        elif tma:
+            own_rows = self._kernels.descriptor(first, (tile.rows, tile.depth))
+        tiles = (len(own_plan.rows) + len(plan.rows)) * -(-width // tile.columns)
+        push_plan, pushers = self._push_plan(push_to, tiles, first.shape[1] * first.element_size())
+        programs = max(1, min(self.num_programs, tiles + pushers))
+        if self.interpreted and push_to is not None:
+            programs = 1  # they run one after the other: the first would wait for rows that the second has yet to push
         out_descriptor = self._kernels.descriptor(out, (tile.rows, tile.columns // tile.parts)) if tma_store else out
         constants = (
             tile.rows,
@@ -256,7 +274,7 @@ class GemmLauncher:
             tma,
             tma_store,
             operands.n_major,
-            _precision(out.dtype),
+            precision(out.dtype),
             own is not None,
             bias is not None,
             addend is not None,
@@ -267,26 +285,20 @@ class GemmLauncher:
             received is not None and received.gate is not None,
             addressed,
             tile.parts,
+            push_to is not None,
             self.interpreted,
         )
+        peers = self._none if push_to is None else push_to.peers
+        done = self._none if push_to is None else self._zeros(1 + max(push.word for push in push_to.pushes))
 
-        def arguments(own_plan: TilePlan, plan: TilePlan) -> tuple[Any, ...]:
+        def arguments(own_plan: TilePlan, plan: TilePlan, push_plan: PushPlan, pushers: int) -> tuple[Any, ...]:
             return (
                 self._table(own_plan, plan),
                 len(own_plan.rows),
                 len(own_plan.rows) + len(plan.rows),
                 own_rows,
                 first.stride(0),
-                *a,
-                *unused,
-                *b,
-                *unused,
-                *[left.shape[1] for left in lefts],
-                *unused,
-                *[left.stride(0) for left in lefts],
-                *unused,
-                *[right.stride(0) for right in stored],
-                *unused,
+                *given,
                 width,
                 own_shift,
                 0,
@@ -304,69 +316,184 @@ class GemmLauncher:
                 self._limit,
                 self._error.data_ptr(),
                 self._none if counters is None else counters,  # and counters here
+                first,
+                self._tables.get((push_plan,), push_plan.rows) if push_plan.rows else self._none,
+                len(push_plan.rows),
+                pushers,
+                peers,
+                done,
             )
 
-        tensors = (first, *lefts, *stored, out, *(extra for extra in (bias, addend) if extra is not None))
-        variant = (constants, tile.num_stages, tile.num_warps, out.dtype, *map(_kind, tensors))
-        # Compiling and loading happen at the first launch of a variant. Do both with nothing to compute, so that no
-        # kernel waits for a peer that is still compiling, and no module is loaded beside a kernel that waits.
-        self._kernels.load(variant, lambda: arguments(_NO_ROWS, _NO_ROWS), constants, tile)
-        tiles = (len(own_plan.rows) + len(plan.rows)) * -(-width // tile.columns)
-        programs = max(1, min(self.num_programs, tiles))
-        return self._kernels.prepare(variant, programs, arguments(own_plan, plan), constants, tile)
+        tensors = (first, *lefts, *operands.stored, out, *(extra for extra in (bias, addend) if extra is not None))
+        return self._loaded(
+            TILE_GEMM,
+            tile,
+            (constants, *map(kind, tensors)),
+            lambda: arguments(_NO_ROWS, _NO_ROWS, _NO_PUSHES, 1),
+            arguments(own_plan, plan, push_plan, min(pushers, programs)),
+            programs,
+            (push_to, done),
+        )
 
-    def _table(self, own_plan: TilePlan, plan: TilePlan) -> torch.Tensor:
-        # A new T costs one small copy that does not wait; later operations with the same rows find the table here.
-        stream = 0 if self.interpreted else torch.cuda.current_stream(self.device).cuda_stream
-        # By identity (plans are cached, and the entry keeps them alive): hashing hundreds of rows would cost more.
-        key = (id(own_plan), id(plan), stream)
-        if key in self._tables:
-            self._tables.move_to_end(key)
-            return self._tables[key][2]
-        rows = [*own_plan.rows, *plan.rows] or [(0, 0, 0, 0)]
-        host = torch.tensor(rows, dtype=torch.int32, pin_memory=not self.interpreted)
-        table = host.to(self.device, non_blocking=True)
-        self._tables[key] = own_plan, plan, table
-        if len(self._tables) > _MAX_TABLES:
-            self._tables.popitem(last=False)
-        return table
+    def scatter_rows(
+        self,
+        gemm: PartialGemm,
+        remote: tuple[RemoteBlock, ...],
+        own_block: RowBlock,
+        out: torch.Tensor,
+        received: Received,
+        peers: torch.Tensor,
+    ) -> Launch:
+        """The whole reduce-scatter in one launch.
+
+        Args:
+            remote: rows of other ranks, which are stored into their slots; words count up from
+                ``peer * received.words_per_rank``.
+            own_block: this rank's rows, with the words of `own_rows`.
+            out: [T_r, N], contiguous.
+            received: with a gate.
+            peers: see `PushTo`.
+        """
+        gate = received.gate
+        assert gate is not None, "a tile waits for what the peers send while it runs"
+
+        def prepare() -> Prepared:
+            return self._prepare_scatter(gemm, remote, own_block, out, received, gate, peers)
+
+        key = (
+            "scatter",
+            id(remote),
+            own_block,
+            gate.address,
+            peers.data_ptr(),
+            *places(*gemm.lefts, *gemm.matrices, gemm.addend, gemm.bias, out),
+        )
+        return partial(self._prepared_for(key, prepare).launch, gate.epoch, None)
+
+    def _prepare_scatter(
+        self,
+        gemm: PartialGemm,
+        remote: tuple[RemoteBlock, ...],
+        own_block: RowBlock,
+        out: torch.Tensor,
+        received: Received,
+        gate: Gate,
+        peers: torch.Tensor,
+    ) -> Prepared:
+        width, rows = gemm.width, own_block.stop - own_block.start
+        if self.interpreted and rows == 0:
+            out = out.new_empty(1, width)  # it cannot show a kernel an empty tensor, not even one that is not touched
+        blocks = tuple(entry.block for entry in remote)
+        counts = tuple(block.stop - block.start for block in (*blocks, own_block))
+        tile = self.tile_for(counts, width, gemm.dtype, two_sums=True)
+        plan, own_plan = TilePlan.of(blocks, tile.rows), TilePlan.of((own_block,), tile.rows)
+        operands = Operands.of(gemm.lefts, gemm.matrices)
+        tma = self._use_tma and operands.describable()
+        tma_store = tma and describable(out)
+        column_tiles = -(-width // tile.columns)
+        tiles_per_word = plan.tiles_per_word(column_tiles)
+        num_words = received.num_ranks * received.words_per_rank
+        parts = self._tables.get((remote, plan, tile), [tiles_per_word.get(word, 0) for word in range(num_words)])
+        slot_rows = [
+            (entry.peer, entry.slot_row + start - entry.block.start)
+            for entry in remote
+            for start in range(entry.block.start, entry.block.stop, tile.rows)
+        ]
+        assert len(slot_rows) == len(plan.rows), "one entry a tile row"
+        placed = self._tables.get((remote, plan, tile, "places"), slot_rows or [(0, 0)])
+        done, ticket = self._zeros(num_words), self._zeros(1)
+        given = operands.given(self._kernels, tile, tma=tma, addressed=False)
+        constants = (
+            tile.rows,
+            tile.columns,
+            tile.depth,
+            tile.group,
+            len(gemm.lefts),
+            tma,
+            tma_store,
+            operands.n_major,
+            precision(gemm.dtype),
+            gemm.bias is not None,
+            gemm.addend is not None,
+            received.num_ranks,
+            received.rank,
+            self.interpreted,
+        )
+
+        def arguments(plan: TilePlan, own_plan: TilePlan) -> tuple[Any, ...]:
+            return (
+                self._table(plan, own_plan),
+                len(plan.rows),
+                len(plan.rows) + len(own_plan.rows),
+                placed,
+                parts,
+                peers,
+                done,
+                ticket,
+                *given,
+                width,
+                out,
+                self._kernels.descriptor(out, (tile.rows, tile.columns)) if tma_store else out,
+                own_block.start,
+                out if gemm.bias is None else gemm.bias,
+                out if gemm.addend is None else gemm.addend,
+                16 if gemm.addend is None else gemm.addend.stride(0),
+                received.address,
+                rows,
+                received.words_per_rank,
+                gate.address,
+                0,  # the epoch: `Prepared.launch` puts it here
+                self._limit,
+                self._error.data_ptr(),
+            )
+
+        extras = (extra for extra in (gemm.bias, gemm.addend) if extra is not None)
+        tensors = (*gemm.lefts, *operands.stored, out, *extras)
+        tiles = (len(plan.rows) + len(own_plan.rows)) * column_tiles
+        return self._loaded(
+            SCATTER_GEMM,
+            tile,
+            (constants, *map(kind, tensors)),
+            lambda: arguments(_NO_ROWS, _NO_ROWS),
+            arguments(plan, own_plan),
+            1 if self.interpreted else max(1, min(self.num_programs, tiles)),
+            (remote, peers, placed, parts, done, ticket),
+        )
+
+    def _loaded(
+        self,
+        kernel: Kernel,
+        tile: TileShape,
+        constants_and_kinds: tuple[Any, ...],
+        no_work: Callable[[], tuple[Any, ...]],
+        arguments: tuple[Any, ...],
+        programs: int,
+        keeps: tuple[Any, ...],
+    ) -> Prepared:
+        """A launch whose binary is compiled and loaded.
+
+        Both happen at the first launch of a variant. That is done with nothing to compute, so that no kernel waits for
+        a peer that is still compiling, and no module is loaded beside a kernel that waits.
+        """
+        constants, kinds = constants_and_kinds[0], constants_and_kinds[1:]
+        variant = (constants, tile.num_stages, tile.num_warps, *kinds)
+        self._kernels.load(kernel, variant, no_work, constants, tile)
+        return self._kernels.prepare(kernel, variant, programs, arguments, constants, tile, keeps)
+
+    def _push_plan(self, push_to: PushTo | None, tiles: int, row_bytes: int) -> tuple[PushPlan, int]:
+        """What programs copy, and how many of them: those that the last wave of tiles leaves idle, but not too few."""
+        if push_to is None:
+            return _NO_PUSHES, 1
+        idle = -(-tiles // self.num_programs) * self.num_programs - tiles
+        plan = PushPlan.of(push_to.pushes, row_bytes, min(self.num_programs, max(idle, _LEAST_PUSHERS)))
+        return plan, len(plan.rows)
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
+
+    def _table(self, first: TilePlan, second: TilePlan) -> torch.Tensor:
+        return self._tables.get((first, second), [*first.rows, *second.rows] or [(0, 0, 0, 0)])
 
 
 _NO_ROWS: Final = TilePlan(())
-
-
-def _stored(matrices: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """[K, N] views as they lie in memory, rows of unit stride, and whether these rows run along K ([N, K])."""
-    if len(matrices) > MAX_TERMS:
-        raise ConfigError(
-            f"method 'fused' adds up to {MAX_TERMS} products in one kernel, here are {len(matrices)} weights that "
-            "share one gather; use method 'ring_exchange' for this name"
-        )
-    n_major = matrices[0].stride(0) == 1 and matrices[0].stride(1) >= matrices[0].shape[0]
-    stored = [matrix.t() for matrix in matrices] if n_major else list(matrices)
-    for matrix, tensor in zip(matrices, stored, strict=True):
-        if tensor.stride(1) != 1:
-            raise ConfigError(
-                f"method 'fused' needs weights with unit stride along one axis, and all of one gather along the same; "
-                f"got shape {list(matrix.shape)} with strides {list(matrix.stride())}: make them contiguous"
-            )
-    return stored, n_major
-
-
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a binary depends on: alignment, and sizes that the compiler may specialise on (none changes with T)."""
-    return tensor.data_ptr() % 16 == 0, tensor.shape[-1], tensor.stride(0)
-
-
-def _has_tma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """As torch multiplies: float32 in full unless the user allowed TF32."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
-def _places(*tensors: torch.Tensor | None) -> list[Any]:
-    """Where tensors lie and how, without keeping them alive."""
-    return [None if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]
+_NO_PUSHES: Final = PushPlan(())

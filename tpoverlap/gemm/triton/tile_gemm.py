@@ -2,7 +2,8 @@
 
 ::
 
-    program p:  for each tile p, p + P, p + 2P, ... of the table
+    program p:  PUSHES        copy a part of this rank's rows into a peer's slot, then flag them there (one-launch form)
+                for each tile p, p + P, p + 2P, ... of the table
                     GATED     wait until the pieces that its rows overlap have arrived
                     multiply  sum over the terms of a[rows] @ b[:, columns], float32
                     epilogue  + addend + bias; + the peers' blocks, in rank order (SUM_GATED: as they arrive); round
@@ -20,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tpoverlap.gemm.triton.push_rows import push_rows
 from tpoverlap.gemm.triton.words import bump_words, wait_for_words
 
 
@@ -94,7 +96,8 @@ def _sum_in_rank_order(own, blocks, offsets, mask, block_elements, NUM_RANKS: tl
 
 @triton.jit
 def _locate(number, table, table_rows, N, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """(first row, row after the last, first word, number of words, first column) of tile ``number``, or of the last.
+    """(first row, row after the last, first word, number of words, first column, table row) of tile ``number``, or of
+    the last.
 
     L2: GROUP tile rows are walked column by column. The order of the rows is the table's, so that is not undone.
     """
@@ -104,8 +107,10 @@ def _locate(number, table, table_rows, N, COLUMNS: tl.constexpr, GROUP: tl.const
     first = number // group_tiles * GROUP
     height = tl.maximum(tl.minimum(table_rows - first, GROUP), 1)
     within = number % group_tiles
-    entry = table + (first + within % height) * 4
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), within // height * COLUMNS
+    index = first + within % height
+    entry = table + index * 4
+    column = within // height * COLUMNS
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), column, index
 
 
 @triton.jit
@@ -174,7 +179,7 @@ def _tile(
     """The tile at ``place``; returns ``given_up``. ``waited_for``: words that need no second wait."""
     out, out_descriptor, out_shift = target
     bias, addend, addend_ld = addition
-    row, stop, first_word, num_words, column = place
+    row, stop, first_word, num_words, column, _ = place
 
     if GATED:
         flags, epoch, limit, error = wait
@@ -242,6 +247,7 @@ def _tile(
 
 _CHANGING = (
     "own_rows", "num_rows", "own_shift", "left_shift", "out_shift", "block_rows", "flags", "epoch", "limit", "error",
+    "num_pushes", "pushers",
 )  # fmt: skip
 
 
@@ -284,6 +290,12 @@ def tile_gemm(
     limit,
     error,
     counters,
+    source,
+    pushes,
+    num_pushes,
+    pushers,
+    peers,
+    done,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -303,6 +315,7 @@ def tile_gemm(
     SUM_GATED: tl.constexpr,
     ADDRESSED: tl.constexpr,
     PARTS: tl.constexpr,
+    PUSHES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """See the module's text.
@@ -318,10 +331,19 @@ def tile_gemm(
         words_per_rank: with SUM_GATED each block is waited for: ``flags`` has that many words a source rank.
         flags, epoch, limit, error: see `wait_for_words`.
         counters: int32, see `bump_words`.
+        source, pushes, peers, done: see `push_rows`. The first ``pushers`` programs share ``num_pushes`` of them.
     """
     column_tiles = tl.cdiv(N, COLUMNS)
     programs = tl.num_programs(0)
     program = tl.program_id(0)
+    if PUSHES:
+        # By the programs that the GPU starts first, before they wait for anything. They get the last tiles.
+        if program < pushers:
+            for number in range(program, num_pushes, pushers):
+                push_rows(source, K0, pushes + number * 8, peers, done, epoch)
+        program -= pushers
+        if program < 0:
+            program += programs
     given_up = tl.full((), 0, tl.int32)
     own_tiles = own_rows * column_tiles
     target = (out, out_descriptor, out_shift)

@@ -30,7 +30,8 @@ def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETE
     Returns:
         ``given_up``, 1 once any wait of this program was given up; later waits then return at once.
     """
-    for word in range(first, first + count):
+    word = first
+    while word < first + count:  # no `for`: see bump_words
         address = base + word * 4
         behind = load_acquire(address, INTERPRETED) - epoch
         if behind < 0:
@@ -48,6 +49,7 @@ def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETE
                 given_up = tl.where((behind < 0) & (now - begin > limit), 1, given_up)
             if given_up != 0:
                 tl.store(error.to(tl.pointer_type(tl.int32)), 1)
+        word += 1
     if not INTERPRETED and count > 0:
         # The rows may be read through the async proxy (TMA) next; the acquire above ordered the generic one only.
         tl.inline_asm_elementwise(
@@ -73,5 +75,9 @@ def bump_words(counters, first, count, AFTER_TMA: tl.constexpr, INTERPRETED: tl.
                 pack=1,
             )
     tl.debug_barrier()  # the release below is one thread's: the other threads' stores have to come before it
-    for word in range(first, first + count):
+    # No `for`: Triton 3.6 drops what an outer loop carries if it is only a bound of an inner loop without results, and
+    # every later tile would bump the words of the program's first one.
+    word = first
+    while word < first + count:
         tl.atomic_add(counters + word, 1, sem="release", scope="sys")
+        word += 1

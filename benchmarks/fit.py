@@ -1,0 +1,162 @@
+"""Fit a device's parameters to observations, stage by stage: a stage's numbers come from rows without others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from benchmarks.observations import OURS, Observation
+from tpoverlap.tuning import DeviceModel, collective_us, estimate, gemm_time_us
+from tpoverlap.tuning.device import GemmRates, OneKernel, Rate
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A device, and what is not the device's: how much slower each run's clock was, and other code's launches.
+
+    ``slowness``: by file, of GEMMs; its geometric mean is 1. ``host_us``: by code, as `DeviceModel.host_us`.
+    """
+
+    device: DeviceModel
+    slowness: Mapping[str, float] = field(default_factory=dict)
+    host_us: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    _devices: dict[tuple[str, str, bool], DeviceModel] = field(default_factory=dict, init=False, compare=False)
+
+    def of_run(self, seen: Observation, *, known_run: bool = True) -> DeviceModel:
+        """The device as it was when ``seen`` was measured; ``known_run`` False: that run's clock is unknown."""
+        key = (seen.source, seen.code, known_run)
+        if key not in self._devices:  # a fit asks thousands of times
+            factor = self.slowness.get(seen.source, 1.0) if known_run else 1.0
+            gemm = self.device.gemm
+            slower = replace(gemm, tile_us_per_k=gemm.tile_us_per_k * factor, tile_fixed_us=gemm.tile_fixed_us * factor)
+            self._devices[key] = replace(self.device, gemm=slower, host_us=self.host_us.get(seen.code, {}))
+        return self._devices[key]
+
+    def predict_us(self, seen: Observation, *, known_run: bool = True) -> float:
+        """What the model says about one observation."""
+        device = self.of_run(seen, known_run=known_run)
+        if seen.quantity == "copy":
+            return device.copy.time_us(seen.size_bytes)
+        problem = seen.problem
+        assert problem is not None, "only copies have no problem"
+        if seen.quantity == "gemm":
+            return gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
+        if seen.quantity in ("gather", "scatter"):
+            return collective_us(device, problem)
+        assert seen.candidate is not None, "a method's time has a candidate"
+        return estimate(device, problem, seen.candidate).time_us
+
+
+def fit(start: DeviceModel, observations: Sequence[Observation]) -> Fitted:
+    """``start`` with its rates and latencies fitted; counts, the memory's rate and texts stay."""
+
+    def pick(quantity: str, method: str = "") -> list[Observation]:
+        of_quantity = [seen for seen in observations if seen.quantity == quantity and not seen.code]
+        return [seen for seen in of_quantity if seen.candidate is None or seen.candidate.method == method]
+
+    fitted = _fit_gemm(Fitted(start), [seen for seen in observations if seen.quantity == "gemm"])
+    for key in ("copy", "gather", "scatter"):
+        rate: Rate = getattr(start, key)
+
+        def with_rate(one: DeviceModel, v: Sequence[float], key: str = key) -> DeviceModel:
+            return replace(one, **{key: Rate(v[0], v[1])})  # type: ignore[arg-type]
+
+        fitted = _search(fitted, (rate.latency_us, rate.gb_s), with_rate, pick(key))
+    fitted = _search(
+        fitted,
+        (start.step_us, start.add.latency_us, start.add.gb_s),
+        lambda one, v: replace(one, step_us=max(1.0, v[0]), add=Rate(max(1.0, v[1]), min(v[2], one.memory_gb_s))),
+        pick("method", "ring_exchange"),
+    )
+    fitted = _search(
+        fitted,
+        (start.fused.fixed_us, start.fused.gemm_factor),
+        lambda one, v: replace(one, fused=OneKernel(v[0], max(1.0, v[1]))),
+        pick("method", "fused"),
+    )
+    codes = sorted({seen.code for seen in observations if seen.code})
+    hosts = {code: _host_times(fitted, [seen for seen in observations if seen.code == code]) for code in codes}
+    return replace(fitted, host_us=hosts, device=replace(fitted.device, host_us=hosts.get(OURS, {})))
+
+
+def _fit_gemm(fitted: Fitted, observations: Sequence[Observation]) -> Fitted:
+    """Rates and every run's clock in turn: the one needs the other."""
+    for _ in range(4):
+        gemm = fitted.device.gemm
+        fitted = _search(
+            fitted,
+            (
+                gemm.launch_us,
+                gemm.tile_us_per_k,
+                gemm.tile_fixed_us,
+                gemm.small_tile_exponent,
+                gemm.quantisation,
+                gemm.sustained_exponent,
+            ),
+            lambda one, v: replace(one, gemm=GemmRates(v[0], v[1], v[2], min(v[3], 0.9), min(v[4], 1.0), v[5])),
+            observations,
+        )
+        logs: dict[str, list[float]] = {}
+        for seen in observations:
+            ratio = seen.time_us / fitted.predict_us(seen, known_run=False)
+            logs.setdefault(seen.source, []).append(math.log(ratio))
+        means = {source: median(values) for source, values in logs.items()}
+        centre = sum(means.values()) / len(means) if means else 0.0
+        fitted = replace(fitted, slowness={source: math.exp(mean - centre) for source, mean in means.items()})
+    return fitted
+
+
+def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str, float]:
+    """Processor time by direction and method: the median over rows that the device alone would finish far earlier."""
+    found: dict[tuple[str, str, int], list[float]] = {}
+    idle = replace(fitted, host_us={})
+    for seen in observations:
+        if seen.quantity != "method":
+            continue
+        assert seen.problem is not None and seen.candidate is not None, "a method has both"
+        if seen.candidate.aggregate or seen.time_us < 1.15 * idle.predict_us(seen):
+            continue
+        direction = "rs" if seen.problem.is_scatter else "ag"
+        found.setdefault((direction, seen.candidate.method, seen.candidate.num_splits), []).append(seen.time_us)
+    medians = {key: median(values) for key, values in found.items()}
+    host = {f"{way} {method}": round(value, 1) for (way, method, splits), value in medians.items() if not splits}
+    by_splits = sorted((splits, value) for (_, _, splits), value in medians.items() if splits)
+    if len(by_splits) >= 2:
+        (few, fast), (many, slow) = by_splits[0], by_splits[-1]
+        each = max(0.0, (slow - fast) / (many - few))
+        host |= {"rs pipeline": round(each, 1), "rs fixed": round(max(0.0, fast - few * each), 1)}
+    return host
+
+
+def _search(
+    fitted: Fitted,
+    start: Sequence[float],
+    build: Callable[[DeviceModel, Sequence[float]], DeviceModel],
+    observations: Sequence[Observation],
+    rounds: int = 80,
+) -> Fitted:
+    """Pattern search for the least squared log ratio; deterministic, and needs no derivative (waves have none)."""
+    if not observations:
+        return fitted
+
+    def loss(values: Sequence[float]) -> float:
+        candidate = replace(fitted, device=build(fitted.device, values))
+        return sum(math.log(candidate.predict_us(seen) / seen.time_us) ** 2 for seen in observations)
+
+    best, values, step = loss(start), list(start), 0.3
+    for _ in range(rounds):
+        improved = False
+        for index in range(len(values)):
+            for factor in (1.0 + step, 1.0 / (1.0 + step)):
+                trial = [*values[:index], max(values[index] * factor, 1e-6), *values[index + 1 :]]
+                value = loss(trial)
+                if value < best:
+                    best, values, improved = value, trial, True
+        if not improved:
+            step /= 2
+            if step < 1e-3:
+                break
+    return replace(fitted, device=build(fitted.device, [float(f"{value:.4g}") for value in values]))

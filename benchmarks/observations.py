@@ -1,0 +1,112 @@
+"""Measured times from the files in ``benchmarks/results``, one row each, whatever file they stand in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpoverlap.tuning import Candidate, Problem
+
+RESULTS = Path(__file__).parent / "results"
+OURS = "tpoverlap"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """``quantity``: "gemm", "gather" or "scatter" (a collective alone), "copy", or "method" (``candidate`` of
+    ``problem``). ``code``: whose launches the time contains, "" where they cannot have been the limit.
+    ``size_bytes``: of a copy.
+    """
+
+    source: str
+    quantity: str
+    time_us: float
+    problem: Problem | None = None
+    candidate: Candidate | None = None
+    code: str = ""
+    size_bytes: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """T, K, N: what is left out as a whole in cross-validation; for a copy its size."""
+        if self.problem is None:
+            return (self.size_bytes,)
+        problem = self.problem
+        inner, columns = (problem.features, problem.width) if problem.is_scatter else (problem.width, problem.features)
+        return (problem.num_tokens, inner, columns)
+
+
+def read_observations(folder: Path = RESULTS, gpu: str = "H200") -> list[Observation]:
+    """Every time in ``folder`` that was measured on two GPUs of which each name ends in ``gpu`` and none was shared."""
+    found: list[Observation] = []
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        environment = data.get("environment", {})
+        gpus = environment.get("gpus", [])
+        if len(gpus) != 2 or not all(name.endswith(gpu) for name in gpus) or environment.get("ranks_share_gpus"):
+            continue
+        if data.get("format") == "peers table":
+            found += _peers(path.name, data)
+        elif "checks" in data:
+            found += _checks(path.name, data)
+    return found
+
+
+def _problem(direction: str, row: dict[str, Any], tp_size: int = 2) -> Problem:
+    tokens, inner, columns = row["tokens"], row["in_features"], row["out_features"]
+    if direction == "ag":
+        return Problem("gather", tokens, inner, columns, tp_size)
+    return Problem("scatter", tokens, columns, inner, tp_size)
+
+
+def _peers(source: str, data: dict[str, Any]) -> Iterator[Observation]:
+    """Transformer Engine's ring has our schedule (copy engine, one chunk a rank) and is fitted as ours; its pipeline
+    copies by multiprocessors and torch's async-TP is another algorithm, so both stay out.
+    """
+    columns = {
+        "nccl_ag": ("ag", "gather", None),
+        "nccl_rs": ("rs", "scatter", None),
+        "sequential_ag": ("ag", "method", "sequential"),
+        "sequential_rs": ("rs", "method", "sequential"),
+        "te_ring_ag": ("ag", "method", "ring_exchange"),
+        "te_ring_rs": ("rs", "method", "ring_exchange"),
+        "trial_fused_ag": ("ag", "method", "fused"),
+    }
+    tables = ("trial_one_launch_all_gather", "trial_fused_all_gather")
+    for row in [*data["rows"], *(row for table in tables for row in data[table]["rows"])]:
+        times = row["time_us"]
+        if times.get("gemm"):
+            yield Observation(source, "gemm", times["gemm"], _problem("ag", row))
+        for column, (direction, quantity, method) in columns.items():
+            if times.get(column):
+                candidate = Candidate(method) if method else None
+                code = "trial" if method == "sequential" and row["tokens"] <= 1024 else ""
+                yield Observation(source, quantity, times[column], _problem(direction, row), candidate, code)
+    for row in data["copy_engine"]["rows"]:
+        time_us = row["size_bytes"] / row["gb_s"] * 1e-3
+        yield Observation(source, "copy", time_us, size_bytes=row["size_bytes"])
+
+
+def _checks(source: str, data: dict[str, Any]) -> Iterator[Observation]:
+    """``scripts/gpu_check``'s file: this library's methods, called one after the other from Python."""
+    for check in data["checks"]:
+        row = check.get("result")
+        if not isinstance(row, dict) or "time_ms" not in row or "direction" not in row:
+            continue
+        problem = _problem(row["direction"], row)
+        for label, time_ms in row["time_ms"].items():
+            if label == "gemm alone":
+                yield Observation(source, "gemm", 1000 * time_ms, problem)
+            else:
+                yield Observation(source, "method", 1000 * time_ms, problem, candidate_of(label), OURS)
+
+
+def candidate_of(label: str) -> Candidate:
+    """ "pipeline 4" -> pipeline in four; "ring_exchange aggregate" -> with ``aggregate``."""
+    method, _, option = label.partition(" ")
+    if method == "pipeline":
+        return Candidate(method, num_splits=int(option or 4))
+    return Candidate(method, aggregate=option == "aggregate")

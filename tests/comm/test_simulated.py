@@ -1,0 +1,56 @@
+"""The code for GPUs on a simulated device: errors come late there, but they come, on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.comm import simulated_ranks as functions
+from tpoverlap.testing import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+@pytest.mark.parametrize("what", ["tokens", "counts", "order", "sequential_tokens"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree(rank_pool: Pools, world_size: int, what: str) -> None:
+    for rank, (check, again, close) in enumerate(rank_pool(world_size).run(functions.disagree, what, timeout_s=60)):
+        assert check.error == "RankMismatchError", f"rank {rank}: {check}"
+        assert "operation number 3" in check.message and check.message.count("rank ") >= world_size
+        assert again.error == "RankMismatchError" and again.message == check.message
+        assert close.error == "ok" and close.seconds < 3.0
+
+
+@pytest.mark.parametrize(("kind", "where"), [("ring_ag", "gemm"), ("ring_rs", "transfer"), ("pipeline_rs", "gemm")])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_raises(rank_pool: Pools, world_size: int, kind: str, where: str) -> None:
+    who = world_size - 1
+    failures = rank_pool(world_size).run(functions.fail_inside, kind, where, who, 20.0, timeout_s=60)
+    for rank, (check, close) in enumerate(failures):
+        assert close.error == "ok" and close.seconds < 3.0, f"rank {rank}: {close}"
+        assert check.seconds < 8.0, f"rank {rank} noticed after {check.seconds:.1f} s"
+        if rank == who:
+            assert check.error == "TpOverlapError" and "something in the model" in check.message
+        else:
+            assert check.error == "PeerTimeoutError" and check.peer == who, f"rank {rank}: {check}"
+
+
+@pytest.mark.parametrize("kind", ["ring_ag", "bulk_rs"])
+def test_a_rank_dies(rank_pool: Pools, kind: str) -> None:
+    failures = rank_pool(3).run(functions.fail_inside, kind, "kill", 2, 20.0, expect_dead={2}, timeout_s=60)
+    for check, close in failures[:2]:
+        assert check.error == "PeerTimeoutError" and check.peer == 2 and "died" in check.message, check
+        assert check.seconds < 8.0 and close.error == "ok"
+
+
+@pytest.mark.parametrize("kind", ["ring_ag", "ring_rs"])
+def test_a_rank_stalls(rank_pool: Pools, kind: str) -> None:
+    """Its stream stands still for longer than timeout_s=2: both watchdogs end what waits by then."""
+    for check, close in rank_pool(2).run(functions.fail_inside, kind, "stall", 1, 2.0, timeout_s=60):
+        assert check.error == "PeerTimeoutError" and "timeout_s=2" in check.message, check
+        assert 1.5 < check.seconds < 6.0 and close.error == "ok"
+
+
+def test_what_was_poisoned_is_no_number(rank_pool: Pools) -> None:
+    assert rank_pool(2).run(functions.poisoned, timeout_s=60)[0] == [True, False], "NaN where the peer's rows belong"

@@ -1,0 +1,31 @@
+"""How much the host does for one operation on a device, in numbers that do not depend on the machine's load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.costs import call_ranks
+from tpoverlap.testing import RankPool
+
+DRIVER = {
+    "ring all-gather": {"submit": 5, "copy": 1},
+    "ring reduce-scatter": {"submit": 6, "copy": 1},
+    "sequential all-gather": {"submit": 2},
+    "sequential reduce-scatter": {"submit": 2},
+}
+"""Calls of the driver at R = 2 and one piece; `tpoverlap.comm.device_exchange` lists those of a gather."""
+PYTHON = {
+    "ring all-gather": 110,
+    "ring reduce-scatter": 115,
+    "sequential all-gather": 80,
+    "sequential reduce-scatter": 80,
+}
+"""Upper bounds of Python calls, all checks, torch's own Python and the counting driver's included."""
+
+
+def test_calls_of_an_operation(rank_pool: Callable[[int], RankPool]) -> None:
+    for rank, counted in enumerate(rank_pool(2).run(call_ranks.calls, 200, timeout_s=60)):
+        for name, calls in counted.items():
+            print(f"rank {rank}, {name}: {calls}")
+            assert calls.driver == DRIVER[name], name
+            assert calls.python <= PYTHON[name], f"{name}: {calls.python} Python calls"

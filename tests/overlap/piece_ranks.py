@@ -1,0 +1,98 @@
+"""Rank functions of `test_pieces`: few features, so that chunks of thousands of rows are small."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tpoverlap as tpo
+from tests.comm.operations import integers, require_equal
+from tpoverlap.overlap.pieces import ROWS_OF_TWO
+from tpoverlap.testing import faults
+from tpoverlap.tokens import TokenPartition
+
+CAPACITY, WIDTH, OUT = 9000, 8, 6
+ROWS = ROWS_OF_TWO + 50
+
+
+def _manager(backend: Any, dtype: torch.dtype = torch.float32) -> tpo.UserBufferManager:
+    config = {
+        "proj_fprop": {"method": "ring_exchange"},
+        "fc2_fprop": {"method": "sequential"},
+        "qkv_dgrad": {"method": "ring_exchange", "is_reduce_scatter": True},
+        "qkv_wgrad": None,
+    }
+    return tpo.UserBufferManager(
+        dist.group.WORLD,
+        (CAPACITY, WIDTH),
+        dtype,
+        "cpu",
+        {name: options for name, options in config.items() if options is not None},
+        backend=backend,
+        timeout_s=30.0,
+        max_rows_per_rank=CAPACITY // 2,
+    )
+
+
+def compared(rank: int, size: int, backend: Any, delay: str) -> dict[str, set[int]]:
+    """All-gather and reduce-scatter against plain torch; how many pieces this rank sent."""
+    seen: dict[str, set[int]] = {"gather": set(), "scatter": set()}
+    counts = [[40, 41], [1024, 1024], [3000, 2049], [1023, 4000], [2048, 2500], [1, 0], [4500, 4500], [1100, 1030]]
+    with _manager(backend) as mgr:
+        disturbed: Any = nullcontext()
+        if delay == "transfers":
+            disturbed = faults.delay_transfers(mgr, 0.005, only_source=1)
+        elif delay == "gemms":
+            disturbed = faults.delay_gemms(mgr, 0.005, only_rank=0)
+        with disturbed:
+            for seed, each in enumerate(counts):
+                partition = TokenPartition.from_counts(each)
+                rows = partition.rows(rank)
+                x, w = integers(seed, partition.total, WIDTH), integers(seed + rank, OUT, WIDTH)
+                with faults.tracing(mgr) as trace:
+                    y = tpo.all_gather_gemm(x[rows], w, mgr.layer("qkv"), partition=partition)
+                seen["gather"].add(sum(mark.what == "sent" for mark in trace.marks()))
+                require_equal(y, x @ w.t(), f"gather {each}")
+                inner = [integers(seed + 5 * r, partition.total, OUT) for r in range(size)]
+                back = [integers(seed + 7 * r, WIDTH, OUT) for r in range(size)]
+                bias = integers(seed, WIDTH) if seed % 2 else None
+                with faults.tracing(mgr) as trace:
+                    z = tpo.gemm_reduce_scatter(inner[rank], back[rank], mgr.layer("proj"), bias, partition)
+                seen["scatter"].add(sum(mark.what == "sent" for mark in trace.marks()))
+                wanted = sum(i @ b.t() for i, b in zip(inner, back, strict=True))[rows]  # type: ignore[index]
+                require_equal(z, wanted if bias is None else wanted + bias, f"scatter {each}")
+        mgr.check()
+    return {name: counts - {0} for name, counts in seen.items()}
+
+
+def rounding(rank: int, size: int) -> tuple[float, float]:
+    """Mean error against float64 of the sum in pieces, and of the sequential twin."""
+    generator = torch.Generator().manual_seed(3)
+    x = [torch.randn(2 * ROWS, OUT, generator=generator).bfloat16() for _ in range(size)]
+    w = [torch.randn(WIDTH, OUT, generator=generator).bfloat16() for _ in range(size)]
+    exact = sum(a.double() @ b.double().t() for a, b in zip(x, w, strict=True))
+    with _manager("shared", torch.bfloat16) as mgr:
+        partition = TokenPartition.even(2 * ROWS, 2)
+        errors = []
+        for name in ("proj", "fc2"):
+            y = tpo.gemm_reduce_scatter(x[rank], w[rank], mgr.layer(name), partition=partition)
+            errors.append(float((y.double() - exact[partition.rows(rank)]).abs().mean()))  # type: ignore[index]
+    return errors[0], errors[1]
+
+
+def two_weights(rank: int, size: int) -> bool:
+    """dx of two weights that shared a gather, with the scatter inside dgrad."""
+    partition = TokenPartition.even(2 * ROWS, 2)
+    x = integers(1, 2 * ROWS, WIDTH)
+    weights = [[integers(10 * r + i, OUT, WIDTH) for i in range(2)] for r in range(size)]
+    grads = [[integers(20 * r + i, 2 * ROWS, OUT) for i in range(2)] for r in range(size)]
+    with _manager("shared") as mgr:
+        shard = x[partition.rows(rank)].clone().requires_grad_()
+        outs = tpo.all_gather_gemm(shard, weights[rank], mgr.layer("qkv"), partition=partition)
+        torch.autograd.backward(outs, grads[rank])
+        wanted = sum(g @ w for r in range(size) for g, w in zip(grads[r], weights[r], strict=True))
+        require_equal(shard.grad, wanted[partition.rows(rank)], "dx")  # type: ignore[index]
+    return True

@@ -1,0 +1,167 @@
+"""``tpoverlap predict``: numbers that fit together, labels that say what was not measured, errors for wrong input."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tpoverlap.errors import ConfigError
+from tpoverlap.tools.cli import SUBCOMMANDS, main
+from tpoverlap.tools.predict.tokens import parse_tokens
+from tpoverlap.tools.predict.topology import PRESETS, on_topology, topology_of
+from tpoverlap.tuning import Problem, load_device
+
+LAYER = ("--hidden", "8192", "--ffn", "28672", "--gated", "--heads", "64", "--kv-heads", "8")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["predict", *arguments])
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    result = run(*LAYER, *arguments, "--json", "-")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output)
+    return found
+
+
+def test_is_a_subcommand() -> None:
+    assert SUBCOMMANDS["predict"] == "tpoverlap.tools.predict.command:predict"
+
+
+def test_every_gemm_has_a_choice_that_is_no_worse_than_sequential() -> None:
+    found = answer("--tp", "2", "--tokens", "512:8192", "--gpu", "h200")
+    assert found["label"] == "measured model" and found["why"] == []
+    assert len(found["gemms"]) == 10 and all(gemm["rows"] for gemm in found["gemms"])
+    for gemm in found["gemms"]:
+        ends = [row["tokens"] for row in gemm["rows"]]
+        assert ends == sorted(ends) and ends[-1] == 8192 and gemm["rows"][0]["above"] == 511
+        for row in gemm["rows"]:
+            assert row["time_us"] <= row["sequential_us"] * 1.02 or row["method"] != "sequential", (gemm["name"], row)
+            assert row["exposed_us"] == pytest.approx(max(0.0, row["time_us"] - row["gemm_us"]), abs=0.11)
+            assert row["gain_over_sequential"] == pytest.approx(row["sequential_us"] / row["time_us"], abs=1e-3)
+        assert gemm["rows"][-1]["gain_over_padding"] <= 1.0, "at the capacity nothing is padded"
+        assert gemm["rows"][0]["gain_over_padding"] > 1.0
+    features = {gemm["name"]: gemm["features"] for gemm in found["gemms"]}
+    assert features["qkv_fprop"] == (64 + 16) * 128 // 2 and features["fc1_dgrad"] == 28672
+    assert features["proj_fprop"] == 4096 and features["fc2_fprop"] == 14336
+    assert found["memory_bytes_a_rank"]["symmetric_bytes"] > 0
+    assert found["error_of_the_model"]["left_out"] == "whole shapes"
+
+
+def test_hidden_launches_make_overlap_pay_earlier() -> None:
+    arguments = ("--tp", "2", "--tokens", "2048", "--gpu", "h200")
+    counted, hidden = answer(*arguments), answer(*arguments, "--launches", "hidden")
+    assert not any(row["host_bound"] for gemm in hidden["gemms"] for row in gemm["rows"])
+    for one, other in zip(counted["gemms"], hidden["gemms"], strict=True):
+        assert other["rows"][0]["time_us"] <= one["rows"][0]["time_us"]
+        assert other["break_even_tokens"] is not None
+        assert one["break_even_tokens"] is None or other["break_even_tokens"] <= one["break_even_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--tp", "2", "--gpu", "h100"), "h100 was not measured"),
+        (("--tp", "4", "--gpu", "h200"), "TP 4: measured was TP 2"),
+        (("--tp", "2", "--gpu", "h200", "--dtype", "fp32"), "fp32: measured was bf16"),
+        (("--tp", "4", "--gpu", "h200", "--topology", "gh200-x2"), "2 of 4 ranks are outside the NVLink domain of 2"),
+    ],
+)
+def test_what_was_not_measured_is_an_estimate(arguments: tuple[str, ...], reason: str) -> None:
+    found = answer(*arguments, "--tokens", "4096")
+    assert found["label"] == "estimate" and any(reason in why for why in found["why"]), found["why"]
+    shown = run(*LAYER, *arguments, "--tokens", "4096").output
+    assert shown.startswith("estimate:") and reason in shown and "estimate, because" in shown
+
+
+def test_a_group_that_leaves_the_domain_is_slower() -> None:
+    arguments = ("--tp", "4", "--tokens", "4096", "--gpu", "gh200", "--launches", "hidden")
+    inside = answer(*arguments, "--topology", "gh200-x4")
+    outside = answer(*arguments, "--topology", "gh200-x2")
+    nvl72 = answer("--tp", "8", "--tokens", "4096", "--gpu", "gb200-nvl72")
+    assert inside["topology"]["ranks_outside_the_domain"] == 0 and outside["topology"]["ranks_outside_the_domain"] == 2
+    assert nvl72["topology"]["ranks_outside_the_domain"] == 0 and nvl72["topology"]["basis"] == "assumed"
+    for near, far in zip(inside["gemms"], outside["gemms"], strict=True):
+        assert far["rows"][0]["sequential_us"] > near["rows"][0]["sequential_us"]
+    faster = answer(*arguments, "--topology", "gh200-x2", "--network-gb-s", "100")
+    assert faster["gemms"][0]["rows"][0]["sequential_us"] < outside["gemms"][0]["rows"][0]["sequential_us"]
+
+
+def doctor_file(path: Path, *, cliques: dict[str, list[int]], pairs: list[str], status: str = "ok") -> str:
+    row = {"section": "gpu", "name": "NVLink domain", "status": status, "detail": "fabric state completed"}
+    path.write_text(json.dumps({"schema": 1, "rows": [row | {"data": {"cliques": cliques, "nvlink_pairs": pairs}}]}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("cliques", "pairs", "domain"),
+    [({}, [], 1), ({}, ["0-1", "2-3"], 2), ({}, ["0-1", "1-2", "2-3"], 4), ({"a/1": [0, 1, 2, 3]}, ["0-1"], 4)],
+)
+def test_doctors_file_says_the_domain(
+    tmp_path: Path, cliques: dict[str, list[int]], pairs: list[str], domain: int
+) -> None:
+    path = doctor_file(tmp_path / "doctor.json", cliques=cliques, pairs=pairs)
+    found = topology_of(load_device("h200"), path)
+    assert (found.nvlink_domain, found.basis) == (domain, "probed")
+    report = answer("--tp", "2", "--tokens", "4096", "--gpu", "h200", "--topology", path)
+    assert report["topology"]["ranks_outside_the_domain"] == max(0, 2 - domain)
+
+
+def test_what_is_no_topology(tmp_path: Path) -> None:
+    h200 = load_device("h200")
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    with pytest.raises(ConfigError, match=r"neither a preset \(hgx-8"):
+        topology_of(h200, "nowhere.json")
+    with pytest.raises(ConfigError, match="no row 'NVLink domain'"):
+        topology_of(h200, str(other))
+    with pytest.raises(ConfigError, match="could not tell the NVLink domain"):
+        topology_of(h200, doctor_file(tmp_path / "a.json", cliques={}, pairs=[], status="unknown"))
+    with pytest.raises(ConfigError, match="is not doctor's"):
+        topology_of(h200, doctor_file(tmp_path / "b.json", cliques={}, pairs=["a-b"]))
+    assert {preset.nvlink_domain for preset in PRESETS if preset.name.startswith("gh200")} == {1, 2, 4}
+    assert on_topology(h200, PRESETS[0], 8, 50.0) is h200 and not on_topology(h200, PRESETS[0], 9, 50.0).is_measured
+
+
+def test_tokens() -> None:
+    assert parse_tokens("7,3,7").values == (7, 3)
+    problem = Problem("gather", 1, 8192, 4096, 2)
+    rows = parse_tokens("100:8192").ends(problem, 132)
+    assert rows[0][0] == 99 and rows[-1][1] == 8192
+    assert all(high == low for (_, high), (low, _) in pairwise(rows)), "no gap and no overlap"
+    assert parse_tokens("5:5").ends(problem, 132) == [(4, 5)]
+    for wrong in ("", "x", "1:2:3", "9:3", "0", "-4", "1,,2", "99999999999"):
+        with pytest.raises(ConfigError, match="--tokens"):
+            parse_tokens(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpu", "a100", "--tokens", "64"), "no device is called 'a100'"),
+        (("--gpu", "h200", "--tokens", "64", "--fp8"), "--fp8 is not in the cost model"),
+        (("--gpu", "h200", "--tokens", "9:3"), "give T, several"),
+        (("--gpu", "h200", "--tokens", "512", "--capacity", "256"), "T=512 of --tokens is beyond --capacity 256"),
+        (("--gpu", "h200", "--tokens", "512", "--json", "/nowhere/x.json"), "cannot write --json"),
+        (("--gpu", "h200", "--tokens", "512", "--heads", "7"), "not divisible by heads=7"),
+        (("--gpu", "h200", "--tokens", "512", "--topology", "mars"), "neither a preset"),
+    ],
+)
+def test_wrong_input_is_a_usage_error(arguments: tuple[str, ...], message: str) -> None:
+    result = run("--hidden", "4096", "--ffn", "14336", "--tp", "2", *arguments)
+    assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+
+
+def test_files_are_written(tmp_path: Path) -> None:
+    arguments = ("--hidden", "4096", "--ffn", "14336", "--tp", "2", "--tokens", "64,4096", "--gpu", "h200")
+    result = run(*arguments, "--json", str(tmp_path / "p.json"), "--plot", str(tmp_path / "p.png"))
+    assert result.exit_code == 0, result.output
+    assert len(json.loads((tmp_path / "p.json").read_text())["gemms"][0]["rows"]) == 2
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    assert "NVLink domain of 8 (assumed" in result.output and "median error" in result.output

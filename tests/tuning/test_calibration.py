@@ -1,0 +1,101 @@
+"""The shipped device files come from the committed results, and their stated error is what cross-validation gives."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.calibrate import START, calibrate, cross_validate
+from benchmarks.device_sheets import SHEETS, scaled
+from benchmarks.fit import fit
+from benchmarks.observations import Observation, read_observations
+from tpoverlap.tuning import Candidate, DeviceModel, Kind, Problem, estimate, gemm_time_us, load_device
+from tpoverlap.tuning.device import GemmRates, Rate
+
+PROBES: tuple[tuple[Kind, str], ...] = (
+    ("gather", "ring_exchange"),
+    ("gather", "sequential"),
+    ("gather", "fused"),
+    ("scatter", "ring_exchange"),
+    ("scatter", "sequential"),
+    ("beside-scatter", "bulk"),
+)
+DOCS = Path(__file__).parents[2] / "docs" / "tuning.md"
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> DeviceModel:
+    return calibrate(read_observations())[0]
+
+
+def test_shipped_files_are_up_to_date(calibrated: DeviceModel) -> None:
+    """Whoever adds results runs python -m benchmarks.calibrate --write."""
+    for device in (calibrated, *(scaled(calibrated, sheet) for sheet in SHEETS)):
+        shipped = load_device(device.name)
+        assert shipped.is_measured == (device.name == "h200") and shipped.source == device.source
+        for kind, method in PROBES:
+            for tokens in (100, 1000, 10000):
+                problem = Problem(kind, tokens, 8192, 3584, 2)
+                fresh, stored = (estimate(one, problem, Candidate(method)).time_us for one in (device, shipped))
+                # another mathematics library may end the search a step elsewhere
+                assert stored == pytest.approx(fresh, rel=0.01), f"{device.name}.json is stale: {problem}, {method}"
+    assert load_device("h200").error["rows"] == calibrated.error["rows"]
+
+
+def test_error_is_at_most_what_the_docs_claim(calibrated: DeviceModel) -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    claims = re.search(r"median error is below (\d+) %, and nine in ten rows are within (\d+) %", text)
+    assert claims is not None, "docs/tuning.md states the model's error"
+    error = calibrated.error
+    assert error["median_percent"] <= float(claims[1]) <= 10.0, error
+    assert error["nine_in_ten_within_percent"] <= float(claims[2]), error
+    assert error["rows"] >= 100 and error["shapes"] >= 15, "measured on too little to say anything"
+
+
+def test_what_is_left_out_is_not_seen() -> None:
+    """A shape whose times are nonsense must not come out right when it is left out."""
+    observations = read_observations()
+    shape = next(seen.shape for seen in observations if seen.quantity == "gemm")
+    nonsense = [replace(seen, time_us=seen.time_us * 10) if seen.shape == shape else seen for seen in observations]
+    rows = [row for row in cross_validate(nonsense, [shape]) if row.seen.quantity == "gemm"]
+    assert rows and all(row.error > 0.8 for row in rows), "ten times the time was predicted from itself"
+
+
+def test_fit_recovers_known_parameters() -> None:
+    """Observations made by a model of our own: its predictions at other shapes come back."""
+    truth = replace(
+        START,
+        gemm=GemmRates(8.0, 0.0123, 2.0, 0.0, 1.0, 0.05),
+        copy=Rate(11.0, 300.0),
+        gather=Rate(30.0, 150.0),
+        scatter=Rate(12.0, 260.0),
+    )
+    seen: list[Observation] = []
+    for tokens in (256, 1024, 4096, 8192):
+        for width, features in ((4096, 1280), (8192, 4096), (8192, 8192)):
+            problem = Problem("gather", tokens, width, features, 2)
+            seen.append(Observation("a", "gemm", gemm_time_us(truth, *problem.gemm_shape), problem))
+            for kind in ("gather", "scatter"):
+                both = Problem(kind, tokens, width, features, 2)
+                rate = truth.scatter if kind == "scatter" else truth.gather
+                seen.append(Observation("a", kind, rate.time_us(both.bytes_sent), both))
+    seen += [Observation("a", "copy", truth.copy.time_us(size), size_bytes=size) for size in (10**6, 10**7, 10**8)]
+    device = fit(START, seen).device
+    elsewhere = Problem("scatter", 3000, 6144, 2048, 2)
+    found, expected = (estimate(one, elsewhere, Candidate("sequential")).time_us for one in (device, truth))
+    assert found == pytest.approx(expected, rel=0.08)
+    assert device.copy.time_us(5e6) == pytest.approx(truth.copy.time_us(5e6), rel=0.02)
+
+
+def test_results_are_read() -> None:
+    observations = read_observations()
+    assert {seen.source for seen in observations} >= {
+        "2026-11-30_h200x2_peers_table.json",
+        "2026-11-30_h200x2_times_and_costs.json",
+    }
+    assert not [seen for seen in observations if seen.time_us <= 0]
+    assert {seen.quantity for seen in observations} == {"gemm", "gather", "scatter", "copy", "method"}
+    assert read_observations(gpu="A100") == [], "times of other GPUs are not mixed in"

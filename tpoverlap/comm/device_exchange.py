@@ -1,0 +1,245 @@
+"""`OneSidedExchange` on a device: the same flags in the same order, in few calls of the driver and of Python.
+
+At R = 2 an all-gather by ring is, with one line a call of the driver::
+
+    caller's stream                                          comm stream
+    write "caller is here"
+                                                             wait for it | digest, record | wait credit
+                                                             copy
+                                                             write arrival | write "sent"
+    (GEMM of own rows)
+    wait record, digest | wait arrival
+    (GEMM of the peer's rows)
+    wait for "sent" | write credit | tell the host
+
+"Caller is here", "rows are computed" and "sent" are words of this rank alone (`DeviceSignals.order_words`) instead of
+events: they travel in the same calls as the flags.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from tpoverlap.comm.copier import ENGINE
+from tpoverlap.comm.device_signals import DeviceSignals
+from tpoverlap.comm.device_streams import DeviceStream, MarkEvent, device_stream
+from tpoverlap.comm.exchange import REFRESH_EVERY, Gate, OneSidedExchange
+from tpoverlap.comm.schedule import Step, Transfer
+from tpoverlap.comm.streams import Event, Stream
+from tpoverlap.errors import TpOverlapError
+from tpoverlap.memory.layout import require_fits
+
+logger = logging.getLogger("tpoverlap")
+
+
+class DeviceExchange(OneSidedExchange):
+    """Between `send` and the next wait, run or end, the comm stream may hold collected operations back."""
+
+    signals: DeviceSignals
+    caller: DeviceStream
+    _comm: DeviceStream
+
+    def start(self) -> None:
+        signals, region, epoch = self.signals, self._region, self._epoch
+        self._expected = set()
+        self._slot = signals.slot_addresses(region, epoch % region.depth)
+        self._caller_word, self._comm_word, self._caller_count = signals.order_words()
+        self._comm_count = self._comm_start = self._caller_count
+        self._own_count = 0
+        self._unsent = 0
+        for step in self.steps:
+            self._unsent += len(step.sends)
+        self._moved = False
+        previous = epoch - region.depth
+        if previous in region.held:
+            region.held.discard(previous)
+            self._collect_credits(previous)
+        self._caller_mark()
+        signals.publish_all(self._comm, self.descriptor)
+
+    def _caller_mark(self) -> None:
+        """The comm stream goes on once the caller's stream has got here."""
+        count = self._caller_count = self._caller_count + 1
+        self.caller.write32(self._caller_word, count)
+        self.caller.flush()
+        self._comm.wait32(self._caller_word, count)
+        self._moved = False
+
+    def _comm_mark(self) -> int:
+        count = self._comm_count = self._comm_count + 1
+        self._comm.write32(self._comm_word, count)
+        return count
+
+    def _collect_credits(self, epoch: int) -> None:
+        caller, credit_out = self.caller, self._slot.credit_out  # `depth` uses ago the slot was the same
+        for peer in self.signals.peers:
+            caller.write32(credit_out[peer], epoch)
+
+    # -- sends ---------------------------------------------------------------------------------------------------
+
+    def send(
+        self, step: Step, source: torch.Tensor, base_row: int, ready: Event | None = None, gate: Gate | None = None
+    ) -> None:
+        comm = self._comm
+        if ready is not None:
+            comm.wait(ready)
+        elif self._moved:
+            self._caller_mark()
+        sends = step.sends
+        if sends:
+            self._push_all(sends, source, base_row, gate)
+            self._unsent -= len(sends)
+            if not self._unsent:
+                self._comm_mark()  # "sent" travels with the last arrival
+
+    def _push_all(
+        self, transfers: tuple[Transfer, ...], source: torch.Tensor, base_row: int, gate: Gate | None
+    ) -> None:
+        comm, slot, epoch, channel = self._comm, self._slot, self._epoch, self._channel
+        by_engine = self.copier is ENGINE
+        assert source.is_contiguous(), "a copy engine moves contiguous bytes"
+        itemsize, slot_bytes = self.dtype.itemsize, self._region.slot_bytes
+        source_address = source.data_ptr()
+        for transfer in transfers:
+            step, _, peer, piece, start, stop, element, col_start, col_stop = transfer
+            row_bytes = (col_stop - col_start) * itemsize
+            size_bytes = (stop - start) * row_bytes
+            offset = element * itemsize
+            if offset + size_bytes > slot_bytes:
+                require_fits(offset + size_bytes, slot_bytes, self._describe(transfer))
+            comm.wait32(slot.credit_in[peer], epoch - self._region.depth)
+            if channel.before_copy is not None:
+                comm.flush()
+                channel.before_copy(transfer)
+            if gate is not None:
+                gate(comm, transfer)
+            if by_engine:
+                first = source_address + (start - base_row) * row_bytes
+                comm.copy_bytes(slot.data[peer] + offset, first, size_bytes)
+                comm.write32(slot.arrival_out[peer] + 4 * piece, epoch)
+            else:
+                comm.flush()
+                rows = source[start - base_row : stop - base_row]
+                target = self._region.view(peer, epoch, element, tuple(rows.shape), self.dtype)
+                self.copier.push(self.signals, comm, target, rows, peer, self._ref, piece)
+            if channel.trace is not None:
+                self._mark(comm, "sent", step)
+
+    def copy_own(self, source: torch.Tensor, first_element: int) -> None:
+        target = self._slot.data[self.rank] + first_element * self.dtype.itemsize
+        size_bytes = source.numel() * self.dtype.itemsize
+        if size_bytes == 0 or target == source.data_ptr():
+            return  # no row, or the caller wrote them straight into the slot
+        assert source.is_contiguous(), "a copy engine moves contiguous bytes"
+        require_fits(first_element * self.dtype.itemsize + size_bytes, self._region.slot_bytes, "own rows")
+        reader = self._previous_reader
+        if isinstance(reader, MarkEvent) and reader.stream == self.caller.handle:
+            reader = None  # the comm stream has waited for the caller's, where that reader was
+        if reader is not None:
+            self._comm.wait(reader)
+        self._comm.copy_bytes(target, source.data_ptr(), size_bytes)
+        self._own_count = self._comm_mark()
+
+    # -- waits ---------------------------------------------------------------------------------------------------
+
+    def wait_own(self, stream: Stream) -> None:
+        if self._own_count:
+            device = device_stream(stream)
+            self._comm.flush()
+            device.wait32(self._comm_word, self._own_count)
+            device.flush()
+
+    def wait(self, step: Step, stream: Stream) -> None:
+        device = self.caller if stream is self.caller else device_stream(stream)
+        if self._comm.pending:
+            self._comm.flush()
+        expected, peer = self._expected, step.peer
+        if peer >= 0 and peer not in expected:
+            self._expect_on(device, peer)
+        arrival_in = self._slot.arrival_in
+        for transfer in step.receives:
+            source = transfer.source
+            if source not in expected:
+                self._expect_on(device, source)
+            device.wait32(arrival_in[source] + 4 * transfer.piece, self._epoch)
+        if device.pending:
+            device.flush()
+        if self._channel.trace is not None:
+            for transfer in step.receives:
+                self._mark(stream, "arrived", transfer.step)
+
+    def wait_entered(self, stream: Stream) -> None:
+        self._comm.flush()
+        super().wait_entered(stream)
+        device_stream(stream).flush()
+
+    def wait_computed(self, stream: Stream) -> None:
+        self._comm.flush()
+        super().wait_computed(stream)
+        device_stream(stream).flush()
+
+    # -- the rest ------------------------------------------------------------------------------------------------
+
+    def run(self, stream: Stream, work: Callable[[], object], what: str, step: int = -1) -> None:
+        self._moved = True
+        if not self._unsent and self._comm.pending:  # before that, arrivals travel with the next send
+            self._comm.flush()
+        channel = self._channel
+        if stream is self.caller and channel.trace is None and channel.before_gemm is None and not self.caller.disturb:
+            work()  # the caller's stream holds nothing back between two calls of an exchange
+        else:
+            super().run(stream, work, what, step)
+
+    def _mark(self, stream: Stream, what: str, step: int) -> None:
+        trace = self._channel.trace
+        if trace is not None:
+            stream.run(lambda: trace.mark(stream, what, step))
+
+    def _finish(self) -> None:
+        comm, caller = self._comm, self.caller
+        if self._epoch % REFRESH_EVERY < self._region.depth:
+            self._refresh_flags()
+            self._comm_mark()
+        elif self._unsent or self._comm_count == self._comm_start:  # nothing, or not everything, was sent
+            self._comm_mark()
+        if comm.pending:
+            comm.flush()
+        peers, expected = self.signals.peers, self._expected
+        if len(expected) < len(peers):
+            for peer in peers:
+                if peer not in expected:
+                    self._expect_on(caller, peer)
+        caller.wait32(self._comm_word, self._comm_count)
+        if self._epoch not in self._region.held:
+            self._collect_credits(self._epoch)
+        self._end()
+
+    def _expect_on(self, stream: DeviceStream, peer: int) -> None:
+        self._expected.add(peer)
+        self.signals.expect_on(stream, peer, self.descriptor)
+
+    def _end(self) -> None:
+        region = self._region
+        self.finished = region.last_reader[self._epoch % region.depth] = self.signals.mark_done(self.caller)
+        self.caller.flush()
+
+    def _fail(self, error: BaseException) -> None:
+        try:
+            self._comm.flush()  # the descriptor may be among it, and peers want to name it
+        finally:
+            super()._fail(error)
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """After an error: join what was sent, so that the host learns when the device has no part in this any more."""
+        try:
+            self._comm_mark()
+            self._comm.flush()
+            self.caller.wait32(self._comm_word, self._comm_count)
+            self._end()
+            self._channel.completed(self.descriptor, self.finished)
+        except TpOverlapError:
+            logger.exception("the driver refused the end of an operation that had failed")

@@ -1,0 +1,206 @@
+"""`Signals` on a device: stream memory operations, which occupy no multiprocessor.
+
+A stream wait has no time-out. The watchdog's `release` is what bounds it: it makes the slots NaN, then writes values
+that satisfy every wait, so that nothing hangs and nothing computed from missing data looks like a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tpoverlap.comm.descriptor import Descriptor
+from tpoverlap.comm.device_streams import DeviceStream, MarkEvent, device_stream
+from tpoverlap.comm.diagnosis import Diagnosis
+from tpoverlap.comm.epochs import MASK
+from tpoverlap.comm.region import Region
+from tpoverlap.comm.signals import Signals, SlotRef
+from tpoverlap.comm.streams import Stream
+from tpoverlap.memory.base import Arena
+from tpoverlap.memory.driver import DeviceDriver
+from tpoverlap.memory.layout import ArenaLayout
+
+_POISON_DISTANCE = 1 << 30
+"""How far ahead of any epoch a poisoned flag is: still 'later' by cyclic comparison, whatever the epoch."""
+_ORDER_WORDS: Final = 64
+_MARKS_AN_OPERATION: Final = 1 << 10
+_DONE_WORDS: Final = 4096
+"""More than a host can be ahead of its device; a word that was used again still says that its earlier use is over."""
+
+
+class SlotAddresses:
+    """Where one slot of a region lies on every rank, and its words that concern this rank. Lists are indexed by rank.
+
+    Attributes:
+        data: the slot itself.
+        arrival_out: this rank's first arrival flag, in the arena of each destination.
+        arrival_in: each source's first arrival flag, here.
+        credit_out: this rank's credit, in the arena of each source.
+        credit_in: each destination's credit, here.
+    """
+
+    __slots__ = ("arrival_in", "arrival_out", "credit_in", "credit_out", "data")
+
+    def __init__(self, region: Region, slot: int) -> None:
+        arena, layout, index = region.arena, region.layout, region.index
+        rank, ranks = arena.rank, range(arena.tp_size)
+        own = arena.address(rank)
+        self.data = [arena.address(r) + layout.slot_offset(index, slot) for r in ranks]
+        self.arrival_out = [arena.address(r) + layout.arrival_offset(index, slot, rank, 0) for r in ranks]
+        self.arrival_in = [own + layout.arrival_offset(index, slot, r, 0) for r in ranks]
+        self.credit_out = [arena.address(r) + layout.credit_offset(index, slot, rank) for r in ranks]
+        self.credit_in = [own + layout.credit_offset(index, slot, r) for r in ranks]
+
+
+class DeviceSignals(Signals):
+    """Signals between devices that map each other's memory. What it collects on a stream, the stream flushes.
+
+    Args:
+        arena, layout: the arena whose control words carry descriptors and aborts.
+        driver: of this rank's device.
+        timeout_s: named in messages; enforced by the watchdog.
+    """
+
+    def __init__(self, arena: Arena, layout: ArenaLayout, driver: DeviceDriver, timeout_s: float) -> None:
+        self._arena = arena
+        self._layout = layout
+        self._driver = driver
+        self._diagnosis = Diagnosis(arena.rank, arena.tp_size, timeout_s, self.peer_words, self.snapshot)
+        self._arenas: list[tuple[Arena, ArenaLayout]] = [(arena, layout)]
+        self._slots: dict[tuple[str, int], SlotAddresses] = {}
+        self._poison: dict[Arena, torch.Tensor] = {}
+        self._control = driver.host_bytes(layout.control_bytes)
+        self.peers = [(arena.rank + offset) % arena.tp_size for offset in range(1, arena.tp_size)]
+        self._descriptors_out = [
+            (peer, arena.address(peer) + layout.descriptor_offset(arena.rank, 0)) for peer in self.peers
+        ]
+        self._descriptors_in = [
+            arena.address(arena.rank) + layout.descriptor_offset(source, 0) for source in range(arena.tp_size)
+        ]
+        self._descriptor_step = layout.descriptor_offset(0, 1)
+        self._descriptor_ring = layout.descriptor_offset(1, 0) // self._descriptor_step
+        # Outside the arena, so that `release` neither advances nor rewrites them: they order this rank's own streams.
+        self._order_words = driver.device_words(2 * _ORDER_WORDS)
+        self._order_address = self._order_words.data_ptr()
+        self._operations = 0
+        self._done_words = driver.host_words(_DONE_WORDS)
+        self._done = 0
+
+    def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:
+        self._arenas.append((arena, layout))
+
+    def slot_addresses(self, region: Region, slot: int) -> SlotAddresses:
+        """Those of ``slot``; made once."""
+        key = (region.name, slot)
+        found = self._slots.get(key)
+        if found is None:
+            found = self._slots[key] = SlotAddresses(region, slot)
+        return found
+
+    # -- order between the streams of this rank ------------------------------------------------------------------
+
+    def order_words(self) -> tuple[int, int, int]:
+        """For one operation: the word that its caller's stream counts up, that of its comm stream, and their start.
+
+        An operation has words of its own, because operations on two callers' streams may overtake each other.
+        """
+        number = self._operations = self._operations + 1
+        address = self._order_address + 8 * (number % _ORDER_WORDS)
+        return address, address + 4, (number * _MARKS_AN_OPERATION) & MASK
+
+    def mark_done(self, stream: DeviceStream) -> MarkEvent:
+        """Collect: tell this process that ``stream`` has got here."""
+        number = self._done = self._done + 1
+        event = MarkEvent(self._done_words, number % _DONE_WORDS, number & MASK, stream.handle)
+        stream.write32(event.address, number)
+        return event
+
+    # -- on a stream ---------------------------------------------------------------------------------------------
+
+    def publish_all(self, stream: DeviceStream, descriptor: Descriptor) -> None:
+        """Collect: `publish` to every peer."""
+        offset = descriptor.sequence % self._descriptor_ring * self._descriptor_step
+        for _, address in self._descriptors_out:
+            stream.write_pair(address + offset, descriptor.record, descriptor.digest)
+
+    def publish(self, stream: Stream, peer: int, descriptor: Descriptor) -> None:
+        offset = self._layout.descriptor_offset(self._arena.rank, descriptor.sequence)
+        device_stream(stream).write_pair(self._arena.address(peer) + offset, descriptor.record, descriptor.digest)
+
+    def expect(self, stream: Stream, peer: int, descriptor: Descriptor) -> None:
+        self.expect_on(device_stream(stream), peer, descriptor)
+
+    def expect_on(self, stream: DeviceStream, peer: int, descriptor: Descriptor) -> None:
+        """`expect`."""
+        offset = descriptor.sequence % self._descriptor_ring * self._descriptor_step
+        stream.wait_pair(self._descriptors_in[peer] + offset, descriptor.record, descriptor.digest)
+
+    def set_arrival(self, stream: Stream, destination: int, ref: SlotRef, piece: int) -> None:
+        offset = ref.layout.arrival_offset(ref.region, ref.slot, self._arena.rank, piece)
+        device_stream(stream).write32(ref.arena.address(destination) + offset, ref.epoch)
+
+    def wait_arrival(self, stream: Stream, source: int, ref: SlotRef, piece: int, what: str) -> None:
+        offset = ref.layout.arrival_offset(ref.region, ref.slot, source, piece)
+        device_stream(stream).wait32(ref.arena.address(self._arena.rank) + offset, ref.epoch)
+
+    def grant_credit(self, stream: Stream, source: int, ref: SlotRef) -> None:
+        offset = ref.layout.credit_offset(ref.region, ref.slot, self._arena.rank)
+        device_stream(stream).write32(ref.arena.address(source) + offset, ref.epoch)
+
+    def wait_credit(self, stream: Stream, destination: int, ref: SlotRef, epoch: int, what: str) -> None:
+        offset = ref.layout.credit_offset(ref.region, ref.slot, destination)
+        device_stream(stream).wait32(ref.arena.address(self._arena.rank) + offset, epoch)
+
+    # -- for the watchdog ----------------------------------------------------------------------------------------
+
+    @property
+    def diagnosis(self) -> Diagnosis:
+        return self._diagnosis
+
+    def snapshot(self) -> None:
+        self._driver.read(self._arena.address(self._arena.rank), self._control)
+
+    def peer_words(self, peer: int, sequence: int) -> tuple[int, int]:
+        words = self._control.numpy().view(np.uint64)
+        index = self._layout.descriptor_offset(peer, sequence) // 8
+        return int(words[index]), int(words[index + 1])
+
+    def abort_word(self, peer: int) -> int:
+        return int(self._control.numpy().view(np.uint32)[self._layout.abort_offset(peer) // 4])
+
+    def announce_abort(self, word: int) -> None:
+        value = self._driver.host_bytes(4)
+        value.numpy().view(np.uint32)[0] = word  # may exceed int32
+        offset = self._layout.abort_offset(self._arena.rank)
+        for peer in self.peers:
+            self._driver.write(self._arena.address(peer) + offset, value)
+
+    def release(self, pending: list[Descriptor]) -> None:
+        for arena, layout in self._arenas:
+            address = arena.address(arena.rank)
+            if arena not in self._poison:
+                # 0xFF is NaN in bfloat16, float16, float32 and float8.
+                self._driver.fill(address + layout.control_bytes, 0xFF, layout.total_bytes - layout.control_bytes)
+                self._poison[arena] = self._driver.host_bytes(layout.control_bytes)
+                self._driver.read(address, self._poison[arena])
+                self._advance(self._poison[arena].numpy(), layout)
+            if arena is self._arena:
+                self._forge_descriptors(self._poison[arena].numpy(), layout, pending)
+            # Every time: a peer that still runs may have replaced a poisoned word by a genuine, smaller one.
+            self._driver.write(address, self._poison[arena])
+
+    @staticmethod
+    def _advance(control: Any, layout: ArenaLayout) -> None:
+        words = control.view(np.uint32)[layout.arrival_offset(0, 0, 0, 0) // 4 :]
+        # Relative to each word's own value: every epoch waited for is within a few of it. Once, not every time: twice
+        # the distance would no longer compare as later.
+        words += np.uint32(_POISON_DISTANCE)
+
+    def _forge_descriptors(self, control: Any, layout: ArenaLayout, pending: list[Descriptor]) -> None:
+        words = control.view(np.uint64)
+        for descriptor in pending:
+            for peer in range(self._arena.tp_size):
+                index = layout.descriptor_offset(peer, descriptor.sequence) // 8
+                words[index], words[index + 1] = descriptor.record, descriptor.digest

@@ -1,0 +1,185 @@
+"""Pass or miss: the rows against ``data/targets.json``. Pure; looks at plain JSON rows, so it also judges old files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tpoverlap.tools.bench.formulas import geometric_mean
+
+Row = dict[str, Any]
+
+
+@lru_cache(maxsize=1)
+def targets() -> dict[str, Any]:
+    """The file's content."""
+    content: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "targets.json").read_text())
+    return content
+
+
+def judge_gemm(row: Row) -> list[Row]:
+    """What the targets say of one gemm row: ``rule``, ``mode``, ``value``, ``bound`` and ``passed`` each.
+
+    A value of None means that the method was not timed: a miss. Nothing is said of a mode that was not measured.
+    """
+    rules = targets()["gemm"]
+    label = rules["method"]
+    measured = row["methods"].get(label)
+    if measured is None:
+        return [{"rule": "measured", "mode": "", "value": None, "bound": None, "passed": False}]
+    judged: list[Row] = []
+    for mode in ("eager", "queued"):
+        time_us = measured[f"{mode}_us"]
+        if time_us is None:
+            continue
+        if _is_limit_row(row):
+            if mode in rules["limit"]["modes"]:
+                judged += _at_least(
+                    "limit", mode, measured["of_limit"].get(mode), rules["limit"]["of_limit"][row["direction"]]
+                )
+        elif mode in rules["otherwise"]["modes"]:
+            judged += _otherwise(row, mode, time_us, rules["otherwise"])
+        if mode in rules["sequential"]["modes"]:
+            judged += _sequential(row, mode, time_us, rules["sequential"])
+        if mode in rules["best_baseline"]["modes"]:
+            judged += _best_baseline(row, mode, time_us, rules["best_baseline"])
+    return judged
+
+
+def _is_limit_row(row: Row) -> bool:
+    rule = targets()["gemm"]["limit"]
+    return row["num_tokens"] >= rule["min_tokens"] and row["c"] is not None and row["c"] <= rule["max_c"]
+
+
+def _at_least(rule: str, mode: str, value: float | None, bound: float) -> list[Row]:
+    return [
+        {"rule": rule, "mode": mode, "value": value, "bound": bound, "passed": value is not None and value >= bound}
+    ]
+
+
+def _at_most(rule: str, mode: str, value: float, bound: float, **more: Any) -> list[Row]:
+    return [{"rule": rule, "mode": mode, "value": value, "bound": bound, "passed": value <= bound, **more}]
+
+
+def _otherwise(row: Row, mode: str, time_us: float, rule: Row) -> list[Row]:
+    gemm, transfer = row["alone"]["gemm alone"][f"{mode}_us"], row["transfer_us"][mode]
+    if gemm is None or transfer is None:
+        return []
+    bound = max(gemm, transfer) + rule["shorter_factor"] * min(gemm, transfer) + rule["extra_us"]
+    return _at_most("sum of parts", mode, time_us, bound)
+
+
+def _sequential(row: Row, mode: str, time_us: float, rule: Row) -> list[Row]:
+    sequential = row["methods"].get("plain sequential")
+    if sequential is None or sequential[f"{mode}_us"] is None:
+        return []
+    bound = rule["ratio"] * sequential[f"{mode}_us"]
+    if row["num_tokens"] <= rule["small_tokens"]:
+        bound += rule["small_extra_us"]
+    return _at_most("sequential", mode, time_us, bound)
+
+
+def _best_baseline(row: Row, mode: str, time_us: float, rule: Row) -> list[Row]:
+    times = {
+        label: one[f"{mode}_us"]
+        for label, one in row["methods"].items()
+        if one["kind"] == "baseline" and one[f"{mode}_us"] is not None
+    }
+    if not times:
+        return []
+    best = min(times, key=lambda label: times[label])
+    return _at_most("best baseline", mode, time_us, rule["ratio"] * times[best], baseline=best)
+
+
+def summarise_gemm(rows: Sequence[Row]) -> Row:
+    """Geometric means of ``of_limit`` by direction and method over the rows of the limit rule, and the misses."""
+    rules = targets()["gemm"]
+    means: dict[str, dict[str, float | None]] = {}
+    judged: list[Row] = []
+    mode = rules["limit"]["modes"][0]
+    for direction in ("ag", "rs"):
+        chosen = [row for row in rows if row["direction"] == direction and _is_limit_row(row)]
+        labels = dict.fromkeys(label for row in chosen for label in row["methods"])
+        means[direction] = {
+            label: geometric_mean(
+                value
+                for row in chosen
+                if (value := row["methods"].get(label, {}).get("of_limit", {}).get(mode)) is not None
+            )
+            for label in labels
+        }
+        mean = means[direction].get(rules["method"])
+        if mean is not None:
+            judged += _at_least(f"geometric mean {direction}", mode, mean, rules["limit"]["geometric_mean"][direction])
+    if not any(row["targets"] for row in rows):
+        judged = []  # another machine than the targets are for
+    missed = [f"{row['label']}: {_in_words(one)}" for row in rows for one in row["targets"] if not one["passed"]]
+    missed += [_in_words(one) for one in judged if not one["passed"]]
+    return {"geometric_mean_of_limit": means, "targets": judged, "missed": missed, "rows": len(rows)}
+
+
+def _in_words(one: Row) -> str:
+    against = f" ({one['baseline']})" if "baseline" in one else ""
+    return f"{one['rule']} {one['mode']}: {_show(one['value'])}, bound {_show(one['bound'])}{against}"
+
+
+def _show(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def summarise_dynamic(rows: Sequence[Row]) -> Row:
+    """Speed-ups a walk, summed over all shapes and directions; misses where the rows hold for the targets."""
+    rules = targets()["dynamic"]
+    walks: dict[str, Row] = {}
+    missed: list[str] = []
+    for name in dict.fromkeys(name for row in rows for name in row["walks"]):
+        done = [row["walks"][name] for row in rows if len(row["walks"][name]["total_us"]) == _NUM_WALK_VARIANTS]
+        if not done:
+            continue
+        total = {label: sum(walk["total_us"][label] for walk in done) for label in done[0]["total_us"]}
+        padded = total["padded to capacity"] / total["auto"]
+        sequential = total["plain sequential"] / total["auto"]
+        over_mean = done[0]["capacity_over_mean"]
+        walks[name] = {
+            "total_us": total,
+            "capacity_over_mean": over_mean,
+            "padded_speed_up": padded,
+            "sequential_speed_up": sequential,
+            "num_rows": len(done),
+        }
+        wanted = rules["padded_speed_up_of_capacity_over_mean"] * over_mean
+        if padded < wanted:
+            missed.append(f"{name}: speed-up over padding {padded:.3f}, wanted {wanted:.3f}")
+        if sequential < rules["sequential_speed_up_over_all_shapes"]:
+            wanted = rules["sequential_speed_up_over_all_shapes"]
+            missed.append(f"{name}: speed-up over plain sequential {sequential:.3f}, wanted {wanted:.3f}")
+    missed += [
+        f"{row['label']}, T={one['tokens']}: {one['ratio']:.3f} of a manager of capacity T, wanted at most {bound}"
+        for bound in (rules["exact_capacity_ratio"],)
+        for row in rows
+        for one in row["exact_capacity"]
+        if one["ratio"] is not None and one["ratio"] > bound
+    ]
+    judged = any(row["judged"] for row in rows)
+    return {"walks": walks, "missed": missed if judged else [], "judged": judged}
+
+
+_NUM_WALK_VARIANTS = 3
+
+
+def summarise_host(rows: Sequence[Row]) -> Row:
+    """Misses of the host-time targets; none where they are not for this machine."""
+    rules = targets()["host"]
+    missed: list[str] = []
+    for row in rows:
+        if not row["judged"] or row["operation"] not in rules["methods"]:
+            continue
+        for kind in ("no_grad", "autograd"):
+            for key in ("same", "new"):
+                value, bound = row["host_us"].get(f"{kind}_{key}"), rules[f"{kind}_us"]
+                if value is None or value > bound:
+                    missed.append(f"{row['label']}, {kind}, {key} T: {_show(value)}, wanted at most {bound:.0f}")
+    return {"missed": missed, "judged": any(row["judged"] for row in rows)}

@@ -1,0 +1,1 @@
+"""``tpoverlap predict``: will overlap help, from a cost model alone. Needs no GPU."""

@@ -1,0 +1,72 @@
+"""The prediction for a terminal: one table a layer, then memory, topology and how far to trust it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpoverlap.tools.predict.prediction import Prediction, Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def show(console: Console, answer: Prediction) -> None:
+    """Print everything; times in microseconds."""
+    from rich.table import Table
+
+    layer = answer.layer
+    title = (
+        f"{answer.label}: hidden {layer.hidden}, ffn {layer.ffn}, TP {layer.tp_size}, {layer.dtype} "
+        f"on {answer.device.name}, capacity {answer.capacity_tokens}"
+    )
+    table = Table(title=title, title_justify="left", pad_edge=False)
+    for heading in ("GEMM", "T", "best method", "us", "GEMM alone", "exposed", "sequential", "gain", "over padding"):
+        table.add_column(heading, justify="left" if heading in ("GEMM", "best method") else "right", no_wrap=True)
+    table.add_column("overlap pays from T", justify="right", overflow="fold")
+    for gemm in answer.gemms:
+        table.add_section()
+        pays = "nowhere" if gemm.break_even_tokens is None else str(gemm.break_even_tokens)
+        for number, row in enumerate(gemm.rows):
+            first = number == 0
+            table.add_row(gemm.name if first else "", *_cells(row), pays if first else "")
+    console.print(table)
+    if any(row.host_bound for gemm in answer.gemms for row in gemm.rows):
+        console.print("*: the processor's launches are the limit, not the GPU; --launches hidden leaves them out")
+    memory = answer.memory
+    console.print(
+        f"buffers: {_size(memory['symmetric_bytes'])} registered a rank, {_size(memory['staging_bytes'])} staging "
+        f"while a reduce-scatter runs (Transformer Engine's twelve: {_size(memory['transformer_engine_bytes'])})"
+    )
+    inside = min(layer.tp_size, answer.topology.nvlink_domain)
+    console.print(
+        f"NVLink domain of {answer.topology.nvlink_domain} ({answer.topology.basis}: {answer.topology.source}): "
+        f"{inside} of {layer.tp_size} ranks inside, {answer.ranks_outside} outside"
+    )
+    for reason in answer.why:
+        console.print(f"estimate, because {reason}")
+    error = answer.device.error
+    if error:
+        console.print(
+            f"the model of {answer.device.name}: median error {error['median_percent']} %, nine in ten rows within "
+            f"{error['nine_in_ten_within_percent']} %, on shapes left out of its calibration"
+        )
+    console.print("measure instead of predicting: tpoverlap tune")
+
+
+def _cells(row: Row) -> list[str]:
+    tokens = str(row.tokens) if row.tokens - row.above == 1 else f"{row.above + 1}..{row.tokens}"
+    options = "".join(f" {value if value is not True else key}" for key, value in row.options.items())
+    return [
+        tokens,
+        row.method + options,
+        f"{row.time_us:.0f}" + "*" * row.host_bound,
+        f"{row.gemm_us:.0f}",
+        f"{row.exposed_us:.0f}",
+        f"{row.sequential_us:.0f}",
+        f"{row.gain_over_sequential:.2f}",
+        f"{row.gain_over_padding:.2f}",
+    ]
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,157 @@
+"""What the cost model knows about one kind of device: numbers with their source, read from ``devices/*.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from tpoverlap.errors import ConfigError
+
+FOLDER: Final = Path(__file__).parent / "devices"
+
+MEASURED: Final = "measured"
+ESTIMATE: Final = "estimate"
+
+
+@dataclass(frozen=True)
+class GemmRates:
+    """A GEMM is waves of output tiles over the multiprocessors.
+
+    ``tile_us_per_k``: one tile of 128 x 256 for each of its K, ``tile_fixed_us``: its prologue and epilogue;
+    ``small_tile_exponent``: a tile of a share s of that area takes s ** (1 - exponent) of the time;
+    ``quantisation``: 1 charges the last wave in full, 0 only the part of it that has work;
+    ``sustained_exponent``: GEMMs above 1 ms slow down with (time / ms) ** exponent, the clock follows the power.
+    """
+
+    launch_us: float
+    tile_us_per_k: float
+    tile_fixed_us: float
+    small_tile_exponent: float
+    quantisation: float
+    sustained_exponent: float
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Time of ``size_bytes``: ``latency_us + size_bytes / gb_s``; small sizes therefore get less of the bandwidth."""
+
+    latency_us: float
+    gb_s: float
+
+    def time_us(self, size_bytes: float) -> float:
+        """Microseconds for so many bytes; nothing for none."""
+        return self.latency_us + size_bytes / self.gb_s * 1e-3 if size_bytes > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class OneKernel:
+    """``fused``: the GEMM ``gemm_factor`` times as long, and ``fixed_us`` for entering, waiting and the last tile."""
+
+    fixed_us: float
+    gemm_factor: float
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """One kind of device and the links between several of them.
+
+    Attributes:
+        name: as ``--gpu`` takes it.
+        basis: "measured" (fitted to results in this repository) or "estimate" (from data sheets).
+        source: where the numbers come from.
+        multiprocessors, memory_gb_s: of one device; the memory's rate is what a kernel reaches, not the peak.
+        nvlink_domain: devices that reach each other over NVLink, as such machines are usually built.
+        gemm, copy (copy engine, one direction), gather and scatter (the collectives of ``sequential``), add (summing
+            received blocks), fused (what the one-kernel method adds to its GEMM).
+        step_us: one wait for a flag and the launch behind it, on the device.
+        hop_us: what a collective's latency grows with each rank above two.
+        host_us: processor time of one operation by "direction method", where the launches are the limit.
+        match: capability, multiprocessors and range of memory by which ``recognise`` knows it.
+        error: of the calibration, as `benchmarks/calibrate.py` wrote it; empty for an estimate.
+    """
+
+    name: str
+    basis: str
+    source: str
+    multiprocessors: int
+    memory_gb_s: float
+    nvlink_domain: int
+    gemm: GemmRates
+    copy: Rate
+    gather: Rate
+    scatter: Rate
+    add: Rate
+    fused: OneKernel
+    step_us: float
+    hop_us: float
+    host_us: Mapping[str, float]
+    match: Mapping[str, Any] = field(default_factory=dict)
+    error: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its numbers were fitted to measurements on such a device."""
+        return self.basis == MEASURED
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a file or a plan."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DeviceModel:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigError: a key is missing, unknown or no number.
+        """
+        try:
+            values = dict(data)
+            values["gemm"] = GemmRates(**{key: float(value) for key, value in values["gemm"].items()})
+            values["fused"] = OneKernel(**{key: float(value) for key, value in values["fused"].items()})
+            for key in ("copy", "gather", "scatter", "add"):
+                values[key] = Rate(**{part: float(value) for part, value in values[key].items()})
+            device = cls(**values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            names = ", ".join(one.name for one in fields(cls))
+            raise ConfigError(f"these are not the parameters of a device: {error}; it has {names}") from error
+        if device.multiprocessors < 1 or min(device.copy.gb_s, device.gather.gb_s, device.memory_gb_s) <= 0:
+            raise ConfigError(f"device {device.name!r}: counts and rates must be positive")
+        return device
+
+
+def known_devices() -> tuple[str, ...]:
+    """Names of the devices that ship with the package, the measured one first."""
+    return tuple(sorted((path.stem for path in FOLDER.glob("*.json")), key=lambda name: (name != "h200", name)))
+
+
+@cache
+def load_device(name: str) -> DeviceModel:
+    """The device called ``name``.
+
+    Raises:
+        ConfigError: there is none of that name; lists those there are.
+    """
+    path = FOLDER / f"{name.lower()}.json"
+    if name.lower() not in known_devices():
+        raise ConfigError(f"no device is called {name!r}; known: {', '.join(known_devices())}")
+    return DeviceModel.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def recognise(capability: tuple[int, int], multiprocessors: int, memory_bytes: int) -> DeviceModel | None:
+    """The device with these properties, or None. No name is looked at: vendors' names say little about memory."""
+    gib = memory_bytes / 2**30
+    for name in known_devices():
+        device = load_device(name)
+        match = device.match
+        if (
+            match
+            and tuple(match["capability"]) == tuple(capability)
+            and match["multiprocessors"] == multiprocessors
+            and match["memory_gib"][0] <= gib <= match["memory_gib"][1]
+        ):
+            return device
+    return None

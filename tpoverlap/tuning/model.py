@@ -1,0 +1,171 @@
+"""The cost model: time of one operation by every method, from a device's parameters. Pure arithmetic, no device.
+
+It follows the schedules of ``overlap/``: what a method sends when, and which GEMM waits for which chunk. All ranks are
+taken to start at the same time and to own the same number of rows. Where the launches take the processor longer than
+the device needs for the operation, they are the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from tpoverlap.tuning.device import DeviceModel
+from tpoverlap.tuning.gemm_time import cool_time_us, gemm_time_us, slowdown
+from tpoverlap.tuning.problem import Problem
+
+_HOST_SHARE_PER_STEP: Final = 0.3
+"""Of an operation's processor time at R = 2, what each further push and wait adds; assumed."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method and the options of it that change its time."""
+
+    method: str
+    num_splits: int = 0
+    aggregate: bool = False
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Option keys as a configuration has them."""
+        options: dict[str, int | bool] = {"num_splits": self.num_splits} if self.num_splits else {}
+        return options | ({"aggregate": True} if self.aggregate else {})
+
+    def __str__(self) -> str:
+        return self.method + (f" {self.num_splits}" if self.num_splits else "") + (" aggregate" * self.aggregate)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Microseconds of one operation on the slowest rank.
+
+    ``gemm_us``: its GEMM alone. ``exposed_us``: what the operation takes longer than that. ``host_bound``: the
+    launches are the limit, not the device.
+    """
+
+    candidate: Candidate
+    time_us: float
+    gemm_us: float
+    host_bound: bool
+
+    @property
+    def exposed_us(self) -> float:
+        """Communication, launches and additions that the GEMM does not hide."""
+        return max(0.0, self.time_us - self.gemm_us)
+
+
+def candidates(problem: Problem, legal: Iterable[str]) -> tuple[Candidate, ...]:
+    """What may run ``problem`` among the methods in ``legal``; sequential first, always."""
+    methods = set(legal)
+    found = [Candidate("sequential")]
+    if problem.tp_size == 1:
+        return tuple(found)
+    if problem.is_beside:
+        return (*found, Candidate("bulk")) if "bulk" in methods else tuple(found)
+    if "ring_exchange" in methods:
+        found.append(Candidate("ring_exchange"))
+        if not problem.is_scatter and problem.tp_size >= 4:
+            found.append(Candidate("ring_exchange", aggregate=True))
+    if "pipeline" in methods and problem.is_scatter:
+        found += [Candidate("pipeline", num_splits=splits) for splits in (2, 4)]
+    if "fused" in methods:
+        found.append(Candidate("fused"))
+    return tuple(found)
+
+
+def estimate(device: DeviceModel, problem: Problem, candidate: Candidate) -> Estimate:
+    """Time of ``problem`` by ``candidate`` on ``device``."""
+    gemm_us = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
+    if problem.tp_size == 1:
+        return Estimate(candidate, gemm_us, gemm_us, False)
+    device_us = _device_us(device, problem, candidate, gemm_us)
+    host_us = _host_us(device, problem, candidate)
+    # A tenth of a microsecond, so that no two machines differ over the last bit of a logarithm.
+    return Estimate(candidate, round(max(device_us, host_us), 1), round(gemm_us, 1), host_us > device_us)
+
+
+def collective_us(device: DeviceModel, problem: Problem) -> float:
+    """The collective of ``sequential``, alone."""
+    rate = device.scatter if problem.is_scatter else device.gather
+    if problem.bytes_sent == 0:
+        return 0.0
+    return rate.time_us(problem.bytes_sent) + device.hop_us * (problem.tp_size - 2)
+
+
+def transfer_us(device: DeviceModel, problem: Problem) -> float:
+    """The same rows by the copy engine, alone, without the sum of a reduce-scatter."""
+    return device.copy.latency_us + problem.bytes_sent / device.copy.gb_s * 1e-3
+
+
+def _device_us(device: DeviceModel, problem: Problem, candidate: Candidate, gemm_us: float) -> float:
+    if candidate.method == "sequential":
+        return gemm_us + collective_us(device, problem)
+    if candidate.method == "bulk":
+        return max(gemm_us, transfer_us(device, problem)) + device.step_us + _add_us(device, problem)
+    if candidate.method == "fused":
+        working = gemm_us * device.fused.gemm_factor
+        return max(working, transfer_us(device, problem)) + device.fused.fixed_us
+    if candidate.method == "pipeline":
+        return _pipeline_us(device, problem, candidate.num_splits)
+    if problem.is_scatter:
+        return _ring_scatter_us(device, problem)
+    return _ring_gather_us(device, problem, candidate.aggregate)
+
+
+def _ring_gather_us(device: DeviceModel, problem: Problem, aggregate: bool) -> float:
+    """Own chunk first; chunk i has arrived after i pushes on this rank's link."""
+    at_once = 2 if aggregate else 1
+    push_us = problem.chunk_bytes / device.copy.gb_s * 1e-3
+    free = 0.0
+    for first in range(0, problem.tp_size, at_once):
+        last = min(first + at_once, problem.tp_size) - 1
+        arrived = device.copy.latency_us + last * push_us if last else 0.0
+        rows = problem.rows_per_rank * (last - first + 1)
+        gemm = _part_us(device, problem, rows, problem.features, problem.width)
+        free = max(free, arrived) + gemm + (device.step_us if last else 0.0)
+    return free
+
+
+def _ring_scatter_us(device: DeviceModel, problem: Problem) -> float:
+    """Peers' chunks first, each pushed once it is computed; own chunk last; then the sum."""
+    gemm = _part_us(device, problem, problem.rows_per_rank, problem.width, problem.features)
+    push_us = problem.chunk_bytes / device.copy.gb_s * 1e-3
+    link = 0.0
+    for step in range(1, problem.tp_size):
+        link = max(link, step * gemm) + push_us
+    return max(problem.tp_size * gemm, link + device.copy.latency_us) + device.step_us + _add_us(device, problem)
+
+
+def _pipeline_us(device: DeviceModel, problem: Problem, num_splits: int) -> float:
+    """The GEMM cut along its columns; every piece travels while the next computes, the last one is exposed."""
+    columns = -(-problem.width // num_splits)
+    gemm = _part_us(device, problem, problem.num_tokens, columns, problem.features)
+    push_us = problem.bytes_sent / num_splits / device.copy.gb_s * 1e-3
+    link = 0.0
+    for piece in range(1, num_splits + 1):
+        link = max(link, piece * gemm) + push_us
+    fixed = num_splits * (device.step_us + device.add.latency_us) - device.add.latency_us
+    return link + device.copy.latency_us + fixed + _add_us(device, problem)
+
+
+def _part_us(device: DeviceModel, problem: Problem, rows: int, columns: int, inner: int) -> float:
+    """A part of the problem's GEMM: shorter, but at the clock of the whole."""
+    whole = cool_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
+    return cool_time_us(device, rows, columns, inner, problem.itemsize_bytes) * slowdown(device, whole)
+
+
+def _add_us(device: DeviceModel, problem: Problem) -> float:
+    """Sum of R blocks of a rank's rows: R reads and a write."""
+    return device.add.time_us((problem.tp_size + 1) * problem.chunk_bytes) if problem.is_scatter else 0.0
+
+
+def _host_us(device: DeviceModel, problem: Problem, candidate: Candidate) -> float:
+    direction = "rs" if problem.is_scatter else "ag"
+    steps = problem.tp_size - 1 if candidate.method == "ring_exchange" else 1
+    if candidate.method == "pipeline":
+        per_split = device.host_us.get("rs pipeline", 0.0)
+        return device.host_us.get("rs fixed", 0.0) + candidate.num_splits * per_split
+    ring = device.host_us.get(f"{direction} ring_exchange", 0.0)  # bulk and fused where nobody timed them
+    return device.host_us.get(f"{direction} {candidate.method}", ring) * (1.0 + _HOST_SHARE_PER_STEP * (steps - 1))
