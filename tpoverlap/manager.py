@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -17,14 +16,13 @@ from tpoverlap.communicator import CommOverlap, LayerCommunicators, OperationUse
 from tpoverlap.config import KNOWN_NAMES, OverlapConfig, resolve
 from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import method_for_use
-from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError
+from tpoverlap.errors import CapacityError, ConfigError, NotInitializedError
 from tpoverlap.explanation import explanation
-from tpoverlap.memory import Backend, RegionSpec, select_backend
-from tpoverlap.memory_report import default_max_rows, report_memory, scales_region, standard_regions
+from tpoverlap.memory import Backend, select_backend
+from tpoverlap.memory_report import manager_regions, report_memory, standard_regions
 from tpoverlap.method_tables import CacheSource, MethodTables
 from tpoverlap.name_table import NameTable
 from tpoverlap.overlap import OperationContext
-from tpoverlap.overlap.fp8 import possible_fp8_labels
 from tpoverlap.plan import make_plan, pinned_evidence, pinned_methods
 from tpoverlap.setup import (
     BACKENDS,
@@ -35,12 +33,14 @@ from tpoverlap.setup import (
     parse_capacity,
     parse_max_rows,
     parse_modes,
+    parse_registration,
+    refused_input,
     require_agreement,
     require_choice,
+    require_fp8,
     resolve_device,
     resolve_group,
     resolve_timeout,
-    same_for_all_modes,
 )
 from tpoverlap.tokens import TokenPartition
 
@@ -69,8 +69,7 @@ class UserBufferManager:
         dtype: of the communicated activation: bfloat16, float16 or float32.
         device: None: the current GPU if there is one, else the CPU.
         ub_cfgs: options by GEMM name (mapping or YAML file), see docs/configuration.md.
-        quantization_modes: NONE, FP8 or both, by name or as `te.UserBufferQuantizationMode`; None: NONE. With FP8,
-            layers that have an `Fp8State` move FP8 rows through the same regions; other layers go on as they did.
+        quantization_modes: NONE (None), FP8 (for layers that have an `Fp8State`), or both; they share the regions.
         backend: "auto", "cuda", "shared" or "process_group"; or a `Backend` class, for tests.
         timeout_s: bound of every wait for a peer; None: the group's own time-out.
         on_overflow: "error", or "sequential" to run a T above C on the plain collectives.
@@ -114,7 +113,7 @@ class UserBufferManager:
             require_choice("on_overflow", on_overflow, OVERFLOW_MODES)
             self.quantization_modes = parse_modes(quantization_modes, self.device)
             self.max_rows_per_rank = parse_max_rows(max_rows_per_rank, self.capacity_shape[0], self.tp_size)
-            config = resolve(same_for_all_modes(ub_cfgs), self.tp_size, fp8=self.has_fp8)
+            config = resolve(ub_cfgs, self.tp_size, fp8="fp8" in self.quantization_modes)
             self._pinned = pinned_methods(plan, self.tp_size, config)
             evidence = pinned_evidence(plan)
             settings = Settings(
@@ -151,19 +150,15 @@ class UserBufferManager:
         self.backend_name, self.backend_reason = choice.backend.name, choice.reason
         self._tables.agree(self.group, self.device, self.backend_name, tuning_cache)
         capacity_tokens, width = self.capacity_shape
-        regions: tuple[RegionSpec, ...] = standard_regions(
-            capacity_tokens, width, self.dtype.itemsize, self.tp_size, self.max_rows_per_rank
+        itemsize, rows = self.dtype.itemsize, self.max_rows_per_rank
+        regions = manager_regions(
+            capacity_tokens, width, itemsize, self.tp_size, rows, fp8="fp8" in self.quantization_modes
         )
-        if self.has_fp8:
-            regions = (*regions, scales_region(capacity_tokens, self.tp_size))
         streams = max((c.config.num_max_streams for c in self._names if c.config.method == "pipeline"), default=0)
         streams = max(streams, 3 if "pipeline" in self._pinned.values() or not self._tables.evidence.is_empty else 0)
         self.channel = Channel(choice.backend, regions, self.timeout_s, streams)
         self.channel.diagnosis.know_possible(
-            lambda: chain(
-                self._tables.possible_labels(self._names),
-                possible_fp8_labels((one.name, one.config) for one in self._names if self.has_fp8),
-            )
+            lambda: self._tables.possible_labels(self._names, fp8="fp8" in self.quantization_modes)
         )
 
     def _log_setup(self) -> None:
@@ -199,7 +194,11 @@ class UserBufferManager:
         self.require_open()
         registration: Registration | Exception
         try:
-            registration = self._parse_registration(name, width, max_tokens, max_rows_per_rank)
+            if self.channel is not None:
+                self.channel.check()
+            self._names.require_new(name)
+            own = (self.capacity_shape[0], self.max_rows_per_rank)
+            registration = parse_registration(name, width, max_tokens, max_rows_per_rank, own, self.tp_size)
         except Exception as error:  # of any kind: the other ranks are about to wait for this one
             registration = error
         agreed = require_agreement(self.group, registration)
@@ -214,21 +213,6 @@ class UserBufferManager:
                 regions = (wanted[0].name, wanted[1].name)
         self._names.register(name, agreed.width, agreed.max_tokens, agreed.max_rows_per_rank, *regions)
         self._tables.forget()
-
-    def _parse_registration(
-        self, name: str, width: int, max_tokens: int | None, max_rows_per_rank: int | None
-    ) -> Registration:
-        if self.channel is not None:
-            self.channel.check()
-        self._names.require_new(name)
-        tokens, width = parse_capacity((self.capacity_shape[0] if max_tokens is None else max_tokens, width))
-        if max_rows_per_rank is None:
-            rows = default_max_rows(tokens, self.tp_size)
-            if self.max_rows_per_rank > default_max_rows(self.capacity_shape[0], self.tp_size):
-                rows = max(rows, min(tokens, self.max_rows_per_rank))  # uneven partitions are expected here
-        else:
-            rows = parse_max_rows(max_rows_per_rank, tokens, self.tp_size)
-        return Registration(name, width, tokens, rows)
 
     # -- active shape --------------------------------------------------------------------------------------------
 
@@ -289,21 +273,8 @@ class UserBufferManager:
         self.require_open()
         if not quantised:
             return self._names.get(name)
-        self.require_fp8(name)
+        require_fp8(name, self.quantization_modes)
         return self._names.get(name).as_quantised()
-
-    @property
-    def has_fp8(self) -> bool:
-        """Whether FP8 is among ``quantization_modes``."""
-        return "fp8" in self.quantization_modes
-
-    def require_fp8(self, name: str) -> None:
-        """Raise ConfigError unless FP8 is among ``quantization_modes``."""
-        if not self.has_fp8:
-            raise ConfigError(
-                f"{name}: FP8 was asked for, but this manager has quantization_modes={list(self.quantization_modes)}; "
-                "create it with quantization_modes=['none', 'fp8']"
-            )
 
     def layer(self, name: str, *, row: bool | None = None) -> LayerCommunicators:
         """The communicators of a layer: what ``all_gather_gemm`` and ``gemm_reduce_scatter`` take.
@@ -525,12 +496,4 @@ class UserBufferManager:
             return
         if name is not None:
             what = f"{name}: {what}"
-        if not isinstance(x, torch.Tensor):
-            raise ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
-        if x.dim() != 2:
-            raise ActiveShapeError(
-                f"{what} must be 2-D [tokens, features], got {list(x.shape)}; flatten batch and sequence"
-            )
-        if x.dtype != self.dtype:
-            raise ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {self.dtype}; cast it")
-        raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")
+        raise refused_input(x, what, self.dtype, self.device)

@@ -36,6 +36,14 @@ def scales_region(capacity_tokens: int, tp_size: int) -> RegionSpec:
     return RegionSpec("scales", max(capacity_tokens, tp_size) * SCALE_BYTES)
 
 
+def manager_regions(
+    capacity_tokens: int, width: int, itemsize_bytes: int, tp_size: int, max_rows_per_rank: int, *, fp8: bool
+) -> tuple[RegionSpec, ...]:
+    """All regions of a new manager: the standard two, and with FP8 the scales'."""
+    regions = standard_regions(capacity_tokens, width, itemsize_bytes, tp_size, max_rows_per_rank)
+    return (*regions, scales_region(capacity_tokens, tp_size)) if fp8 else regions
+
+
 def memory_estimate(
     capacity_shape: tuple[int, int],
     tp_size: int,
@@ -68,8 +76,7 @@ def memory_estimate(
         layout = ArenaLayout(1, ())
         total, control = 0, 0
     else:
-        regions: tuple[RegionSpec, ...] = standard_regions(capacity_tokens, width, itemsize, tp_size, rows)
-        layout = ArenaLayout(tp_size, (*regions, scales_region(capacity_tokens, tp_size)) if fp8 else regions)
+        layout = ArenaLayout(tp_size, manager_regions(capacity_tokens, width, itemsize, tp_size, rows, fp8=fp8))
         total, control = layout.total_bytes, layout.control_bytes
     return {
         "symmetric_bytes": total,

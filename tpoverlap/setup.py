@@ -182,6 +182,18 @@ def parse_max_rows(max_rows_per_rank: Any, max_tokens: int, tp_size: int) -> int
     return min(max_rows_per_rank, max_tokens)
 
 
+def parse_registration(
+    name: str, width: int, max_tokens: int | None, max_rows: int | None, own: tuple[int, int], tp_size: int
+) -> Registration:
+    """A further name's width, capacity and rows; None takes the manager's ``own`` (capacity, rows a rank)."""
+    own_tokens, own_rows = own
+    tokens, width = parse_capacity((own_tokens if max_tokens is None else max_tokens, width))
+    rows = parse_max_rows(max_rows, tokens, tp_size)
+    if max_rows is None and own_rows > parse_max_rows(None, own_tokens, tp_size):
+        rows = max(rows, min(tokens, own_rows))  # uneven partitions are expected here
+    return Registration(name, width, tokens, rows)
+
+
 def parse_modes(quantization_modes: Any, device: torch.device) -> tuple[str, ...]:
     """Which of "none" and "fp8" are asked for, in this order; nothing asked for is "none".
 
@@ -198,17 +210,23 @@ def parse_modes(quantization_modes: Any, device: torch.device) -> tuple[str, ...
     return tuple(mode for mode in QUANTIZATION_MODES if mode in names)
 
 
-def same_for_all_modes(ub_cfgs: Any) -> Any:
-    """The configuration of a list that has one for each quantization mode, as Transformer Engine takes it.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if not isinstance(ub_cfgs, list | tuple):
-        return ub_cfgs
-    if any(one != ub_cfgs[0] for one in ub_cfgs[1:]):
+def require_fp8(name: str, modes: tuple[str, ...]) -> None:
+    """Raise ConfigError unless FP8 is among the manager's quantization ``modes``."""
+    if "fp8" not in modes:
         raise ConfigError(
-            f"ub_cfgs has {len(ub_cfgs)} different configurations, one a quantization mode, but the modes share names "
-            "and options here; pass one, with fp8_buf where FP8 rows should be reduce-scattered"
+            f"{name}: FP8 was asked for, but this manager has quantization_modes={list(modes)}; create it with "
+            "quantization_modes=['none', 'fp8']"
         )
-    return ub_cfgs[0] if ub_cfgs else None
+
+
+def refused_input(x: Any, what: str, dtype: torch.dtype, device: torch.device) -> ActiveShapeError:
+    """The error for an input that is not 2-D, or not in the manager's dtype and on its device."""
+    if not isinstance(x, torch.Tensor):
+        return ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
+    if x.dim() != 2:
+        return ActiveShapeError(
+            f"{what} must be 2-D [tokens, features], got {list(x.shape)}; flatten batch and sequence"
+        )
+    if x.dtype != dtype:
+        return ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {dtype}; cast it")
+    return ActiveShapeError(f"{what} is on {x.device}, but the manager is on {device}; move it")

@@ -99,8 +99,12 @@ def initialize_ub(
     for name, value in (("bootstrap_backend", bootstrap_backend), ("with_cublasmp", with_cublasmp)):
         if value:
             logger.warning("initialize_ub: %s=%r is ignored: set-up goes through the process group", name, value)
+    wrong = None
+    if isinstance(ub_cfgs, list | tuple):
+        wrong = _unless_equal(ub_cfgs)
+        ub_cfgs = ub_cfgs[0] if ub_cfgs else None
     manager = UserBufferManager(
-        _tp_group(tp_group, tp_size),
+        _tp_group(tp_group, tp_size, wrong),
         shape,  # type: ignore[arg-type]  # any sequence; the manager refuses what is not (C, H), on every rank
         dtype,
         ub_cfgs=ub_cfgs,
@@ -111,13 +115,22 @@ def initialize_ub(
     return manager
 
 
-def _tp_group(tp_group: Any, tp_size: int) -> Any:
+def _unless_equal(ub_cfgs: Sequence[Any]) -> ConfigError | None:
+    """The error for a list, one configuration a quantization mode, that are not the same."""
+    if all(one == ub_cfgs[0] for one in ub_cfgs[1:]):
+        return None
+    return ConfigError(
+        f"ub_cfgs has {len(ub_cfgs)} different configurations, one a quantization mode, but the modes share names "
+        "and options here; pass one, with fp8_buf where FP8 rows should be reduce-scattered"
+    )
+
+
+def _tp_group(tp_group: Any, tp_size: int, wrong: ConfigError | None) -> Any:
     import torch.distributed as dist
 
     group = resolve_group(tp_group)
     size = group.size()
     size_as_int = as_int(tp_size)
-    wrong: ConfigError | None = None
     if size_as_int is None or size_as_int < 1:
         wrong = ConfigError(f"tp_size must be a whole number of at least 1, got {tp_size!r}")
     elif tp_group is not None and size != tp_size:

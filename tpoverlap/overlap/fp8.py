@@ -11,17 +11,16 @@ credits and descriptors are those of any other operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from tpoverlap.config import OverlapConfig
 from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.errors import CapacityError, ConfigError
 from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer, quantize
 from tpoverlap.gemm.fp8.quantize import ALIGNMENT
 from tpoverlap.gemm.tasks import PartialGemm
-from tpoverlap.overlap.context import OperationContext, possible_labels
+from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.registry import gather_beside
 from tpoverlap.tokens import TokenPartition
 
@@ -30,19 +29,12 @@ METHODS = ("ring_exchange", "pipeline", "bulk", "sequential")
 _TAGS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
-def possible_names(name: str) -> Iterator[str]:
+def possible_fp8_names(name: str) -> Iterator[str]:
     """What FP8 operations of GEMM ``name`` call themselves; see `OperationContext.label`."""
     yield f"{name} fp8-scales"
     for tag in _TAGS.values():
         yield f"{name} {tag}"
         yield f"{name} {tag}-rows"
-
-
-def possible_fp8_labels(names: Iterable[tuple[str, OverlapConfig]]) -> Iterator[str]:
-    """Every label that FP8 operations of these GEMMs can have."""
-    for name, config in names:
-        for own_name in possible_names(name):
-            yield from possible_labels(own_name, config)
 
 
 def gather_operation(operation: OperationContext, dtype: torch.dtype) -> OperationContext:

@@ -9,6 +9,7 @@ import torch
 from tpoverlap.communicator import CommOverlap, Communicators, LayerCommunicators
 from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.gemm.fp8 import Fp8State, require_features, require_output_dtype
+from tpoverlap.setup import require_fp8
 
 
 def require_unquantised(comm: Communicators) -> None:
@@ -32,7 +33,7 @@ def require_fp8_gemm(
     manager = layer.manager
     if not isinstance(fp8, Fp8State):
         raise ConfigError(f"{layer.name}: fp8 must be an Fp8State (it keeps what the recipe needs), got {fp8!r}")
-    manager.require_fp8(layer.name)
+    require_fp8(layer.name, manager.quantization_modes)
     if fp8.num_weights != len(weights):
         raise ConfigError(
             f"{layer.name}: {len(weights)} weights, but the Fp8State was made for {fp8.num_weights}; "

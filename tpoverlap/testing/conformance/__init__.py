@@ -17,6 +17,7 @@ from tpoverlap.testing.conformance.catalogue import (
     other_cases,
     walk_cases,
 )
+from tpoverlap.testing.conformance.catalogue_fp8 import fp8_cases
 from tpoverlap.testing.conformance.setting import Setting
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Setting",
     "all_cases",
     "conformance_cases",
+    "fp8_cases",
     "group_cases",
     "microbatch_cases",
     "other_cases",
