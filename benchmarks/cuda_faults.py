@@ -21,7 +21,7 @@ def run_scenario(rank: int, world_size: int, scenario: str) -> dict[str, Any]:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     timeout_s = STALL_TIMEOUT_S if scenario == "stall" else 60.0
-    manager = tpo.UserBufferManager(None, (512, 256), device=device, timeout_s=timeout_s)
+    manager = tpo.UserBufferManager(None, (512, 256), device=device, timeout_s=timeout_s, tuning_cache=False)
     weight = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
     x = torch.randn(100, 256, device=device, dtype=torch.bfloat16)
     tpo.all_gather_gemm(x, weight, manager.layer("qkv"))

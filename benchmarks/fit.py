@@ -46,8 +46,11 @@ class Fitted:
             return gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
         if seen.quantity in ("gather", "scatter"):
             return collective_us(device, problem)
+        if seen.quantity == "plain":  # a GEMM and the library's collective, one after the other
+            both = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes) + collective_us(device, problem)
+            return max(both, device.host_us.get("plain", 0.0))
         assert seen.candidate is not None, "a method's time has a candidate"
-        return estimate(device, problem, seen.candidate).time_us
+        return estimate(device, problem, seen.candidate, in_pieces=seen.in_pieces).time_us
 
 
 def fit(start: DeviceModel, observations: Sequence[Observation]) -> Fitted:
@@ -79,7 +82,8 @@ def fit(start: DeviceModel, observations: Sequence[Observation]) -> Fitted:
     )
     codes = sorted({seen.code for seen in observations if seen.code})
     hosts = {code: _host_times(fitted, [seen for seen in observations if seen.code == code]) for code in codes}
-    return replace(fitted, host_us=hosts, device=replace(fitted.device, host_us=hosts.get(OURS, {})))
+    ours = {**start.host_us, **hosts.get(OURS, {})}
+    return replace(fitted, host_us=hosts, device=replace(fitted.device, host_us=ours))
 
 
 def _fit_gemm(fitted: Fitted, observations: Sequence[Observation]) -> Fitted:
@@ -110,20 +114,30 @@ def _fit_gemm(fitted: Fitted, observations: Sequence[Observation]) -> Fitted:
 
 
 def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str, float]:
-    """Processor time by direction and method: the median over rows that the device alone would finish far earlier."""
-    found: dict[tuple[str, str, int], list[float]] = {}
+    """Processor time by direction and method: the median over rows that the device alone would finish far earlier.
+
+    Where there is no such row the processor was never the limit: it takes no longer than the shortest row.
+    """
+    bound: dict[tuple[str, str, int], list[float]] = {}
+    shortest: dict[tuple[str, str, int], float] = {}
     idle = replace(fitted, host_us={})
     for seen in observations:
+        if seen.quantity == "plain":
+            shortest["", "plain", 0] = min(seen.time_us, shortest.get(("", "plain", 0), seen.time_us))
+            if seen.time_us >= 1.15 * idle.predict_us(seen):
+                bound.setdefault(("", "plain", 0), []).append(seen.time_us)
         if seen.quantity != "method":
             continue
         assert seen.problem is not None and seen.candidate is not None, "a method has both"
-        if seen.candidate.aggregate or seen.time_us < 1.15 * idle.predict_us(seen):
+        if seen.candidate.aggregate:
             continue
-        direction = "rs" if seen.problem.is_scatter else "ag"
-        found.setdefault((direction, seen.candidate.method, seen.candidate.num_splits), []).append(seen.time_us)
-    medians = {key: median(values) for key, values in found.items()}
-    host = {f"{way} {method}": round(value, 1) for (way, method, splits), value in medians.items() if not splits}
-    by_splits = sorted((splits, value) for (_, _, splits), value in medians.items() if splits)
+        key = ("rs" if seen.problem.is_scatter else "ag", seen.candidate.method, seen.candidate.num_splits)
+        shortest[key] = min(seen.time_us, shortest.get(key, seen.time_us))
+        if seen.time_us >= 1.15 * idle.predict_us(seen):
+            bound.setdefault(key, []).append(seen.time_us)
+    times = {key: median(bound[key]) if key in bound else time_us for key, time_us in shortest.items()}
+    host = {f"{way} {method}".strip(): round(value, 1) for (way, method, splits), value in times.items() if not splits}
+    by_splits = sorted((splits, value) for (_, _, splits), value in times.items() if splits)
     if len(by_splits) >= 2:
         (few, fast), (many, slow) = by_splits[0], by_splits[-1]
         each = max(0.0, (slow - fast) / (many - few))

@@ -18,20 +18,32 @@ WARM_UP = 20
 
 
 def host_time(rank: int, world_size: int, device_type: str, repeats: int) -> dict[str, float]:
-    """Median microseconds until the call returns, by ring: AG with a new T (setting it included), AG again, RS."""
+    """Median microseconds until the call returns.
+
+    ``ag_new_us``, ``ag_same_us``: an all-gather by ring at a new T (setting it included), and the same again;
+    ``rs_same_us``: a reduce-scatter by ring. ``seq_..``: the sequential twins, NCCL's calls included.
+    ``ag_grad_us``: with gradients wanted. ``mm_new_us``, ``mm_same_us``: torch.mm alone, which pays for new shapes too.
+    """
     device = _device(rank, device_type)
     capacity, width = 4096, 512
-    manager = tpo.UserBufferManager(None, (capacity, width), device=device)
+    config = {
+        "qkv_fprop": {"method": "ring_exchange"},
+        "proj_fprop": {"method": "ring_exchange"},
+        "fc1_fprop": {"method": "sequential"},
+        "fc2_fprop": {"method": "sequential"},
+    }
+    manager = tpo.UserBufferManager(None, (capacity, width), device=device, ub_cfgs=config, tuning_cache=False)
     weight = torch.randn(256, width, device=device, dtype=torch.bfloat16)
     back = torch.randn(width, 256, device=device, dtype=torch.bfloat16)
     inputs = torch.randn(capacity, width, device=device, dtype=torch.bfloat16)
     hidden = torch.randn(capacity, 256, device=device, dtype=torch.bfloat16)
-    samples: dict[str, list[float]] = {"set_shape_us": [], "ag_new_us": [], "ag_same_us": [], "rs_same_us": []}
+    wanted = weight.clone().requires_grad_()
+    samples: dict[str, list[float]] = {}
 
     def measured(label: str, work: Callable[[], object]) -> None:
         begin = time.perf_counter()
         work()
-        samples[label].append(1e6 * (time.perf_counter() - begin))
+        samples.setdefault(label, []).append(1e6 * (time.perf_counter() - begin))
 
     with torch.no_grad():
         for index in range(repeats + WARM_UP):
@@ -51,7 +63,21 @@ def host_time(rank: int, world_size: int, device_type: str, repeats: int) -> dic
             )
             measured("ag_new_us", shape_and_gather)
             measured("ag_same_us", gather)
-            measured("rs_same_us", partial(tpo.gemm_reduce_scatter, hidden[:tokens], back, manager.layer("proj")))
+            scatter = partial(tpo.gemm_reduce_scatter, hidden[:tokens], back)
+            shard = inputs[: TokenPartition.balanced(tokens, world_size).counts[rank]]
+            measured("rs_same_us", partial(scatter, manager.layer("proj")))
+            for layer, label in (("fc1", "seq_ag_us"), ("fc2", "seq_rs_us")):
+                one = (
+                    partial(scatter, manager.layer(layer))
+                    if label == "seq_rs_us"
+                    else (partial(tpo.all_gather_gemm, shard, weight, manager.layer(layer)))
+                )
+                one()
+                measured(label, one)
+            with torch.enable_grad():
+                measured("ag_grad_us", partial(tpo.all_gather_gemm, shard, wanted, manager.layer("qkv")))
+            for label in ("mm_new_us", "mm_same_us"):
+                measured(label, partial(torch.mm, inputs[: tokens - 8], weight.t()))  # a shape that nothing above had
             manager.check()
     manager.close()
     return {label: median(values[WARM_UP:]) for label, values in samples.items()}
@@ -61,7 +87,7 @@ def thousand_shapes(rank: int, world_size: int, device_type: str, count: int) ->
     """Growth over ``count`` random T after a warm-up: torch's statistics, the driver's free memory, and RSS."""
     device = _device(rank, device_type)
     capacity, width = 2048, 256
-    manager = tpo.UserBufferManager(None, (capacity, width), device=device)
+    manager = tpo.UserBufferManager(None, (capacity, width), device=device, tuning_cache=False)
     weight = torch.randn(128, width, device=device, dtype=torch.bfloat16)
     back = torch.randn(width, 128, device=device, dtype=torch.bfloat16)
     inputs = torch.randn(capacity, width, device=device, dtype=torch.bfloat16)

@@ -12,13 +12,25 @@ from tpoverlap.tuning import Candidate, Problem
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "tpoverlap"
+FORMER = "tpoverlap before its lean host path"
+BENCH_METHODS = (
+    "plain sequential",
+    "sequential",
+    "ring_exchange",
+    "ring aggregate",
+    "pipeline 2",
+    "pipeline 4",
+    "fused",
+)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """``quantity``: "gemm", "gather" or "scatter" (a collective alone), "copy", or "method" (``candidate`` of
-    ``problem``). ``code``: whose launches the time contains, "" where they cannot have been the limit.
-    ``size_bytes``: of a copy.
+    """One measured time.
+
+    ``quantity``: "gemm", "gather" or "scatter" (a collective alone), "plain" (both in turn), "copy" or "method"
+    (``candidate`` of ``problem``). ``code``: whose launches the time contains, "" where they cannot have been the
+    limit. ``size_bytes``: of a copy. ``in_pieces``: whether ring_exchange cut its chunks, as it does now.
     """
 
     source: str
@@ -28,6 +40,7 @@ class Observation:
     candidate: Candidate | None = None
     code: str = ""
     size_bytes: int = 0
+    in_pieces: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,6 +63,8 @@ def read_observations(folder: Path = RESULTS, gpu: str = "H200") -> list[Observa
             continue
         if data.get("format") == "peers table":
             found += _peers(path.name, data)
+        elif "schema" in data and "rows" in data:
+            found += _bench(path.name, data)
         elif "checks" in data:
             found += _checks(path.name, data)
     return found
@@ -69,8 +84,8 @@ def _peers(source: str, data: dict[str, Any]) -> Iterator[Observation]:
     columns = {
         "nccl_ag": ("ag", "gather", None),
         "nccl_rs": ("rs", "scatter", None),
-        "sequential_ag": ("ag", "method", "sequential"),
-        "sequential_rs": ("rs", "method", "sequential"),
+        "sequential_ag": ("ag", "plain", None),
+        "sequential_rs": ("rs", "plain", None),
         "te_ring_ag": ("ag", "method", "ring_exchange"),
         "te_ring_rs": ("rs", "method", "ring_exchange"),
         "trial_fused_ag": ("ag", "method", "fused"),
@@ -83,7 +98,7 @@ def _peers(source: str, data: dict[str, Any]) -> Iterator[Observation]:
         for column, (direction, quantity, method) in columns.items():
             if times.get(column):
                 candidate = Candidate(method) if method else None
-                code = "trial" if method == "sequential" and row["tokens"] <= 1024 else ""
+                code = "trial" if quantity == "plain" and row["tokens"] <= 1024 else ""
                 yield Observation(source, quantity, times[column], _problem(direction, row), candidate, code)
     for row in data["copy_engine"]["rows"]:
         time_us = row["size_bytes"] / row["gb_s"] * 1e-3
@@ -101,12 +116,44 @@ def _checks(source: str, data: dict[str, Any]) -> Iterator[Observation]:
             if label == "gemm alone":
                 yield Observation(source, "gemm", 1000 * time_ms, problem)
             else:
-                yield Observation(source, "method", 1000 * time_ms, problem, candidate_of(label), OURS)
+                yield Observation(source, "method", 1000 * time_ms, problem, candidate_of(label), FORMER)
+
+
+def _bench(source: str, data: dict[str, Any]) -> Iterator[Observation]:
+    """``tpoverlap bench``'s suite gemm: queued behind a delay launches cost nothing, eager they may be the limit."""
+    tp_size = data["environment"].get("tp_size", 2)
+    for row in data["rows"]:
+        if row.get("suite") != "gemm":
+            continue
+        problem = _problem(row["direction"], row | {"tokens": row["num_tokens"]}, tp_size)
+        alone = row.get("alone", {})
+        collective = "scatter" if problem.is_scatter else "gather"
+        parts = (("gemm alone", "gemm"), ("collective alone", collective), ("transfer alone, push", "copy"))
+        for label, quantity in parts:
+            times = alone.get(label, {})
+            time_us = times.get("queued_us") or times.get("eager_us")
+            if time_us:
+                size = problem.bytes_sent if quantity == "copy" else 0
+                yield Observation(source, quantity, time_us, None if size else problem, size_bytes=size)
+        for label, times in row["methods"].items():
+            if label not in BENCH_METHODS:
+                continue
+            is_plain = label == "plain sequential"
+            for mode, whose in (("queued_us", ""), ("eager_us", "plain" if is_plain else OURS)):
+                if not times.get(mode):
+                    continue
+                if is_plain:
+                    yield Observation(source, "plain", times[mode], problem, code=whose)
+                else:
+                    yield Observation(
+                        source, "method", times[mode], problem, candidate_of(label), whose, in_pieces=True
+                    )
 
 
 def candidate_of(label: str) -> Candidate:
-    """ "pipeline 4" -> pipeline in four; "ring_exchange aggregate" -> with ``aggregate``."""
+    """``pipeline 4``: pipeline in four; ``ring_exchange aggregate``, ``ring aggregate``: with ``aggregate``."""
     method, _, option = label.partition(" ")
+    method = "ring_exchange" if method == "ring" else method
     if method == "pipeline":
         return Candidate(method, num_splits=int(option or 4))
     return Candidate(method, aggregate=option == "aggregate")

@@ -38,6 +38,7 @@ PART_OF = dict.fromkeys(
     (
         "active_shape",
         "communicator",
+        "default_manager",
         "explanation",
         "memory_report",
         "method_tables",

@@ -46,6 +46,25 @@ NAMES = {
     "sync_replicated_grads",
 }
 
+NN_NAMES = {
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "PackedSequences",
+    "RotaryTable",
+    "TransformerLayer",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "all_gather_gemm",
+    "bulk_all_gather",
+    "bulk_reduce_scatter",
+    "checkpoint_context_fn",
+    "gemm_reduce_scatter",
+    "sync_replicated_grads",
+    "vocab_parallel_cross_entropy",
+}
+
 MANDATORY = inspect.Parameter.empty
 Expected = list[tuple[str, Any]]
 """Parameter names, in order, and their defaults."""
@@ -139,7 +158,7 @@ def test_names() -> None:
     assert list(tpo.__all__) == sorted(tpo.__all__)
     for name in NAMES:
         assert hasattr(tpo, name), name
-    assert {"Linear"} <= set(tpo.nn.__all__)
+    assert set(tpo.nn.__all__) == NN_NAMES
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -179,6 +198,30 @@ def test_te_names() -> None:
     }
     assert contract <= set(te.__all__)
     assert te.CommOverlap is tpo.CommOverlap and te.CommOverlapP2P is tpo.CommOverlapP2P
+
+
+TE_ARGUMENTS = {
+    "sequence_parallel", "tp_group", "tp_size", "ub_overlap_ag", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
+    "ub_bulk_wgrad", "fuse_wgrad_accumulation", "delay_wgrad_compute", "init_method", "params_dtype", "device",
+}  # fmt: skip
+NORM = {"normalization", "zero_centered_gamma", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "more"),
+    [
+        ("Linear", {"in_features", "out_features", "bias", "parallel_mode", "ub_name", "ub_overlap_rs", "return_bias"}),
+        ("LayerNormLinear", NORM | {"eps", "parallel_mode", "ub_name", "return_layernorm_output"}),
+        (
+            "LayerNormMLP",
+            NORM | {"hidden_size", "ffn_hidden_size", "eps", "activation", "ub_overlap_rs", "return_bias"},
+        ),
+        ("TransformerLayer", NORM | {"num_attention_heads", "num_gqa_groups", "layernorm_epsilon", "kv_channels"}),
+    ],
+)
+def test_layers_have_transformer_engines_arguments(layer: str, more: set[str]) -> None:
+    parameters = inspect.signature(getattr(tpo.nn, layer)).parameters
+    assert TE_ARGUMENTS | more <= set(parameters)
 
 
 BASES: dict[type[Exception], tuple[type[Exception], ...]] = {

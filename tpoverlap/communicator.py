@@ -74,6 +74,7 @@ class CommOverlap:
         self.choices: dict[OperationUse, tuple[str, OverlapConfig]] = {}
         self.chosen_for = config
         self._own_shape: tuple[int, TokenPartition] | None = None
+        self._overridden: CommOverlap | None = None
         self.scatter_staging: torch.Tensor | None = None
         self.is_quantised = False
         self._quantised: CommOverlap | None = None
@@ -99,6 +100,18 @@ class CommOverlap:
         """Of `get_buffer`: the manager's dtype, or uint8 (as in Transformer Engine) for FP8 rows."""
         return torch.uint8 if self.is_quantised else self.manager.dtype
 
+    def with_config(self, config: OverlapConfig) -> CommOverlap:
+        """The same name, regions, shape and counters under other options: for one layer whose flags say so."""
+        other = copy.copy(self)
+        other.config, other._overridden = config, self
+        other.choices, other.chosen_for, other._quantised = {}, config, None
+        return other
+
+    @property
+    def overrides(self) -> bool:
+        """Whether a layer's flags, and not the manager's configuration, gave it its options."""
+        return self._overridden is not None
+
     @property
     def is_reduce_scatter(self) -> bool:
         """The direction that its configuration gives it."""
@@ -121,6 +134,8 @@ class CommOverlap:
     @property
     def partition(self) -> TokenPartition | None:
         """This name's own partition if it was set since the manager's, else the manager's; None: infer."""
+        if self._overridden is not None:
+            return self._overridden.partition
         if self._own_shape is not None and self._own_shape[0] == self.manager.active.version:
             return self._own_shape[1]
         return self.manager.active.partition

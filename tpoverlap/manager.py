@@ -76,7 +76,7 @@ class UserBufferManager:
         plan: a former manager's ``plan()``, to pin its choices.
         max_rows_per_rank: most rows of one rank; None: ceil(C / R).
         tuning_cache: folder with what ``tpoverlap tune`` measured, read by rank 0; None: the user's cache on CUDA
-            devices, none on the CPU; True: the user's; False: none.
+            devices, none on the CPU; True: the user's; False: names keep their default methods, whatever T is.
 
     Raises:
         ConfigError, ActiveShapeError: an argument is illegal. RankMismatchError: ranks were given different ones.
@@ -349,6 +349,7 @@ class UserBufferManager:
             partition,
             communicator.width,
             self.dtype,
+            overflow or not communicator.registered,
         )
 
     def _choose(self, communicator: CommOverlap, use: OperationUse) -> tuple[str, OverlapConfig]:

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tpoverlap")
 
 CacheSource = str | os.PathLike[str] | bool | None
-"""``tuning_cache``: a folder; True: the user's; False: none; None: the user's on CUDA devices, none on the CPU."""
+"""``tuning_cache``: a folder; True: the user's; None: the user's on CUDA devices, none on the CPU; False: nothing at
+all, not even the cost model, so that every name keeps its default method.
+"""
 
 
 class MethodTables:
@@ -51,6 +53,7 @@ class MethodTables:
         """``evidence``: a pinned plan's; None: `agree` looks for it, if it is called."""
         self.evidence = evidence or Evidence()
         self._is_pinned = evidence is not None
+        self._has_kernels = False  # fused needs symmetric memory
         self._config = config
         self._planned = planned
         self._tp_size = tp_size
@@ -59,6 +62,7 @@ class MethodTables:
 
     def agree(self, group: ProcessGroup, device: torch.device, backend: str, tuning_cache: CacheSource) -> None:
         """Look for evidence, unless a plan brought its own. Collective."""
+        self._has_kernels = backend == "cuda"
         if not self._is_pinned:
             section = self._config.extras.get(BY_TOKENS) or {}
             self.evidence = agree_on_evidence(group, device, backend, section, tuning_cache)
@@ -84,7 +88,7 @@ class MethodTables:
         Args:
             features: of the sharded side of the GEMM on this rank; None: unknown.
         """
-        if features is None or self.evidence.is_empty:
+        if features is None or self.evidence.is_empty or communicator.overrides:
             return None
         key = (communicator.name, scatter, beside, features)
         if key not in self._found:
@@ -105,12 +109,12 @@ class MethodTables:
         return choose(
             communicator.config,
             name=communicator.name,
-            config_source=self._config.source(communicator.name),
+            config_source="layer" if communicator.overrides else self._config.source(communicator.name),
             tp_size=self._tp_size,
             num_tokens=num_tokens,
             max_tokens=communicator.max_tokens,
             overflow=overflow,
-            planned_method=self._planned.get(communicator.name),
+            planned_method=None if communicator.overrides else self._planned.get(communicator.name),
             by_tokens=by_tokens,
         )
 
@@ -179,6 +183,8 @@ class MethodTables:
             self._itemsize_bytes,
         )
         legal = ("bulk",) if beside else legal_methods(communicator.name, scatter)
+        if not self._has_kernels:
+            legal = tuple(method for method in legal if method != "fused")
         written = self._config.explicit.get(communicator.name, {})
         fixed = {key: value for key, value in written.items() if key not in ("method", "is_reduce_scatter")}
         table = self.evidence.table(communicator.name, problem, communicator.max_tokens, legal, fixed)
@@ -232,8 +238,11 @@ def agree_on_evidence(
     A cache that cannot be read is logged, named by `explain` and not used: measurements are an optimisation.
     """
     machine = machine_of(device, backend)
-    answers = agree(group, (machine, _place(device), _rank_zeros_cache(group, device, machine, tuning_cache)))
-    cached, cache_basis = answers[0][2]
+    cache = _rank_zeros_cache(group, device, machine, tuning_cache)
+    answers = agree(group, (machine, _place(device), cache, tuning_cache is False))
+    (cached, cache_basis), is_off = answers[0][2:]
+    if is_off:
+        return Evidence(section, {}, None, "", "tuning_cache=False: names keep their default methods")
     if any(answer[0] != machine for answer in answers):
         why = "the ranks have different devices or versions: " + str([answer[0]["device"] for answer in answers])
         return Evidence(section, {}, None, "", why)

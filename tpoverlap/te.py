@@ -2,8 +2,6 @@
 
 For layers that call tpoverlap. Transformer Engine's *own* layers keep using Transformer Engine's own buffers: importing
 this module does not change them.
-
-The default manager is the only module-level state of the package; everything else takes a manager.
 """
 
 from __future__ import annotations
@@ -16,10 +14,16 @@ from typing import Any
 import torch
 
 from tpoverlap.communicator import CommOverlap, CommOverlapP2P
-from tpoverlap.errors import ConfigError, NotInitializedError
+from tpoverlap.default_manager import (
+    close_default_manager,
+    default_manager,
+    has_default_manager,
+    set_default_manager,
+)
+from tpoverlap.errors import ConfigError
 from tpoverlap.gemm.fp8 import DelayedScaling, Float8CurrentScaling, Format
 from tpoverlap.manager import UserBufferManager
-from tpoverlap.nn.fp8 import fp8_autocast
+from tpoverlap.nn.fp8_context import fp8_autocast
 from tpoverlap.setup import TpSize, require_agreement, resolve_group
 from tpoverlap.tokens import as_int
 
@@ -57,9 +61,6 @@ class CommOverlapType(Enum):
     RS = 1
 
 
-_default: list[UserBufferManager] = []
-
-
 def initialize_ub(
     shape: Sequence[int],
     tp_size: int,
@@ -91,7 +92,7 @@ def initialize_ub(
         ConfigError: initialised already, FP8 asked for on a device without it, other options for one mode than for
             another, or tp_size is not the group's size.
     """
-    if _default:
+    if has_default_manager():
         raise ConfigError("initialize_ub was called twice: call destroy_ub() first")
     modes = list(quantization_modes or [])
     if use_fp8 and not modes:
@@ -111,7 +112,7 @@ def initialize_ub(
         quantization_modes=modes,
         **options,
     )
-    _default.append(manager)
+    set_default_manager(manager)
     return manager
 
 
@@ -147,9 +148,7 @@ def _tp_group(tp_group: Any, tp_size: int, wrong: ConfigError | None) -> Any:
 
 def get_manager() -> UserBufferManager:
     """The default manager. Raises NotInitializedError before `initialize_ub`."""
-    if not _default:
-        raise NotInitializedError("call tpoverlap.te.initialize_ub(shape, tp_size, ...) first")
-    return _default[0]
+    return default_manager()
 
 
 def set_ub_active_shape(shape: Sequence[int]) -> None:
@@ -168,10 +167,9 @@ def get_ub(name: str, use_fp8: bool = False) -> CommOverlap:
 
 def is_ub_initialized() -> bool:
     """Whether `initialize_ub` was called and `destroy_ub` was not."""
-    return bool(_default)
+    return has_default_manager()
 
 
 def destroy_ub() -> None:
     """Free the default manager. Collective; nothing happens when there is none."""
-    while _default:
-        _default.pop().close()
+    close_default_manager()

@@ -9,13 +9,15 @@ import argparse
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 
 from tpoverlap.gemm import PartialGemm
-from tpoverlap.gemm.triton import PieceRows, RowBlock, TileShape
+from tpoverlap.gemm.triton import PieceRows, RowBlock, TilePlan, TileShape, push_plan
 from tpoverlap.gemm.triton.copy_launcher import CopyLauncher
 from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Received
+from tpoverlap.gemm.triton.push_plan import Push, PushPlan, PushTo, RemoteBlock
 from tpoverlap.testing.numeric import assert_close_to_twin
 
 TILE = TileShape(16, 32, 32, 1, 4, group=2)
@@ -28,8 +30,9 @@ class Case:
 
     def __init__(self, device: str, dtype: torch.dtype, tma: bool) -> None:
         self.device, self.dtype, self.tma = torch.device(device), dtype, tma
-        tile = TILE if device == "cpu" else None
-        self.launcher = GemmLauncher(self.device, 20.0, tile=tile, use_tma=tma if device == "cpu" else None)
+        self.tile = TILE if device == "cpu" else None
+        self.use_tma = tma if device == "cpu" else None
+        self.launcher = GemmLauncher(self.device, 20.0, tile=self.tile, use_tma=self.use_tma)
         self.generator = torch.Generator().manual_seed(7)
 
     def draw(self, *shape: int) -> torch.Tensor:
@@ -163,6 +166,79 @@ def adds_late(case: Case) -> None:
     case.close(out, sent[0].float() + own + sent[1].float(), exact, "late blocks")
 
 
+def pushes(case: Case) -> None:
+    """The gather's kernel also copies own rows into a peer's slot: every row, every flag, and no flag too early."""
+    x, weight = case.draw(50, 40), case.draw(24, 40)
+    ready = torch.full((256,), 5, dtype=torch.int32, device=case.device)
+    rows = (Push(1, 0, 13, 20, 64, 0), Push(1, 13, 30, 33, 65, 1))
+    others = (RowBlock(0, 20, (PieceRows(0, 0, 20),)),)
+    for late in (False, True):
+        slot, flags = case.empty(60, 40), torch.zeros(64, dtype=torch.int32, device=case.device)
+        peers = torch.tensor([[0, 0], [slot.data_ptr(), flags.data_ptr()]], device=case.device)
+        out = case.empty(50, 24)
+        launcher = GemmLauncher(case.device, 20.0, tile=case.tile, use_tma=case.use_tma)
+        # As if a program had yet to copy the last part of each piece.
+        with patch.object(PushPlan, "of", _without_last_parts if late else PushPlan.of):
+            launcher.gathered_rows(
+                x[20:].contiguous(), RowBlock(20, 50), x, others, weight.t(), None, out, Gate(ready.data_ptr(), 5),
+                PushTo(rows, peers),
+            )()  # fmt: skip
+        case.close(out, torch.mm(x, weight.t()), x.double() @ weight.double().t(), "beside pushes")
+        assert flags.tolist()[:3] == ([0, 0, 0] if late else [5, 5, 0])
+        if not late:
+            assert torch.equal(slot[20:50], x[20:50])
+        assert torch.isnan(slot[:20]).all() and torch.isnan(slot[50:]).all(), "wrote elsewhere"
+
+
+def _without_last_parts(given: tuple[Push, ...], row_bytes: int, *limits: int) -> PushPlan:
+    plan = push_plan._cut(given, row_bytes, 12, 1)
+    last = {row[4]: row for row in plan.rows}
+    assert all(row[6] > 1 for row in plan.rows), "nothing is cut here"
+    return PushPlan(tuple(row for row in plan.rows if row is not last[row[4]]))
+
+
+def _one_tile_more(plan: TilePlan, column_tiles: int) -> dict[int, int]:
+    return {word: len(plan.rows) * column_tiles + 1 for _, _, word, _ in plan.rows}
+
+
+def scatters(case: Case) -> None:
+    """The one-launch scatter: peers' rows at their place in their slots, each piece flagged by its last tile."""
+    gemm = PartialGemm([case.draw(80, 40)], [case.draw(40, 72)], case.draw(80, 72), case.draw(72))
+    remote = (
+        RemoteBlock(RowBlock(50, 80, (PieceRows(128, 50, 63), PieceRows(129, 63, 80))), 2, 30),
+        RemoteBlock(RowBlock(0, 10, (PieceRows(0, 0, 10),)), 0, 10),
+    )
+    own = RowBlock(10, 50, (PieceRows(0, 10, 50),))
+    sent = case.draw(2, 40, 72)
+    ready = torch.full((256,), 5, dtype=torch.int32, device=case.device)
+    launcher = GemmLauncher(case.device, 20.0, tile=case.tile, use_tma=case.use_tma)
+    for turn in range(3):  # its counters are back at zero after each launch; the last turn counts one tile too few
+        slots = [case.empty(70, 72) for _ in range(3)]
+        flags = [torch.zeros(64, dtype=torch.int32, device=case.device) for _ in range(3)]
+        addresses = [(slot.data_ptr(), words.data_ptr()) for slot, words in zip(slots, flags, strict=True)]
+        peers = torch.tensor(addresses, device=case.device)
+        out = case.empty(40, 72)
+        counted = TilePlan.tiles_per_word
+        if turn == 2:
+            launcher = GemmLauncher(case.device, 20.0, tile=case.tile, use_tma=case.use_tma)
+            counted = _one_tile_more
+        with patch.object(TilePlan, "tiles_per_word", counted):
+            arrived = Received(sent.data_ptr(), 1, 3, Gate(ready.data_ptr(), 5), 64)
+            launcher.scatter_rows(gemm, remote, own, out, arrived, peers)()
+        twin = gemm.empty(80, 72)
+        gemm.rows(0, 80, twin)
+        assert gemm.addend is not None and gemm.bias is not None
+        exact = gemm.lefts[0].double() @ gemm.matrices[0].double() + gemm.addend.double()
+        case.close(slots[2][30:60], twin[50:], exact[50:], "rows of rank 2")
+        case.close(slots[0][10:20], twin[:10], exact[:10], "rows of rank 0")
+        total = sent[0].double() + (exact[10:50] + gemm.bias.double()) + sent[1].double()
+        case.close(out, total, total, "own rows")
+        assert [words.tolist()[:3] for words in flags] == (
+            [[0] * 3] * 3 if turn == 2 else [[5, 0, 0], [0, 0, 0], [5, 5, 0]]
+        )
+        assert torch.isnan(slots[2][:30]).all() and torch.isnan(slots[2][60:]).all(), "wrote elsewhere"
+
+
 def copies(case: Case) -> None:
     """Copy programs: any size and alignment, the flag last, and only once the whole copy is there."""
     launcher = CopyLauncher(case.device, 3)
@@ -181,7 +257,7 @@ def _signed(value: int) -> int:
 
 
 CASES: dict[str, Callable[[Case], None]] = {
-    function.__name__: function for function in (arrivals, gives_up, counts, adds, adds_late, copies)
+    function.__name__: function for function in (arrivals, gives_up, counts, adds, adds_late, pushes, scatters, copies)
 }
 HOST_FLAGS = ("arrivals", "gives_up", "adds_late")
 """Cases whose flags lie in host memory that another thread writes: on the CPU only."""

@@ -36,15 +36,17 @@ def run_cases(*arguments: str, interpret: bool = True) -> str:
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("case", ["arrivals", "gives_up", "counts", "adds", "adds_late", "copies"])
+@pytest.mark.parametrize(
+    "case", ["arrivals", "gives_up", "counts", "adds", "adds_late", "pushes", "scatters", "copies"]
+)
 def test_in_the_interpreter(case: str) -> None:
     assert f"{case} passed" in run_cases(case)
 
 
 @pytest.mark.gpu
 def test_compiled() -> None:
-    printed = run_cases("counts", "adds", "copies", "--device", "cuda", interpret=False)
-    assert printed.count("passed") == 3
+    printed = run_cases("counts", "adds", "pushes", "scatters", "copies", "--device", "cuda", interpret=False)
+    assert printed.count("passed") == 5
 
 
 @NEEDS_TRITON

@@ -184,7 +184,7 @@ def resume(rank: int, size: int) -> dict[str, Any]:
             "expected": expected,
             "resumed": found,
             "copied": _train(manager, copied, range(3, 8)),
-            "history": model[0].fp8.input.amax_history.tolist(),
+            "history": model[0].fp8.state.input.amax_history.tolist(),
             "current": _train(manager, current[0], range(12)),
             "recomputed": _train(manager, current[1], range(12), recompute=True),
             "plain": _train(manager, plain, range(12)),

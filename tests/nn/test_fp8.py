@@ -55,7 +55,7 @@ def test_te_names(rank_pool, size: int) -> None:
         assert 0 <= result["symmetric"] - result["estimate"] < 4096, "but for a page"
         # FP8 ran (errors are not 0) and is right; the second one started with stale scales of 1, but no value saturates
         assert all(0.001 < error < 0.12 for error in result["errors"]), result["errors"]
-        assert "fp8.input.amax_history" in result["state"]
+        assert "fp8.state.input.amax_history" in result["state"]
 
 
 @pytest.mark.parametrize("size", [2, 3])

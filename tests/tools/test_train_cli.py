@@ -12,7 +12,9 @@ from click.testing import CliRunner, Result
 import tpoverlap.tools.train.worker as worker
 from tpoverlap.config import resolve
 from tpoverlap.config.legality import legal_methods
+from tpoverlap.errors import ConfigError
 from tpoverlap.tools.cli import SUBCOMMANDS, main
+from tpoverlap.tools.train.command import _layers
 from tpoverlap.tools.train.methods import METHOD_CHOICES, USED_NAMES, choose
 
 
@@ -64,6 +66,11 @@ def test_unknown_subcommand_is_a_usage_error() -> None:
         (["--method", "ring"], "ring_exchange"),
         (["--dtype", "float64"], "--dtype"),
         (["--device", "tpu"], "--device"),
+        (["--layers", "te"], "'te' is not a valid integer"),
+        (["--layers", "0"], "--layers"),
+        (["--backward-mode", "rs"], "rs_dgrad"),
+        (["--backward-mode", "rs_dgrad", "--method", "bulk"], "--method bulk and --backward-mode rs_dgrad"),
+        (["--pipeline-microbatches", "0"], "--pipeline-microbatches"),
         (["stray.txt"], "given as --corpus"),
     ],
 )
@@ -128,3 +135,24 @@ def test_the_table_of_legal_names_agrees_with_the_rules(method: str) -> None:
     assert all(resolved[name].method == method for name in configured)
     for name in set(USED_NAMES) & set(resolved) - set(configured) - {"qkv_wgrad", "fc1_wgrad"}:
         assert method == "auto" or method not in legal_methods(name, resolved[name].is_reduce_scatter)
+
+
+@pytest.mark.parametrize("mode", ["bulk", "rs_dgrad"])
+@pytest.mark.parametrize("method", METHOD_CHOICES)
+def test_the_backward_mode_is_what_the_rules_make_of_it(method: str, mode: str) -> None:
+    if (method, mode) == ("bulk", "rs_dgrad"):
+        with pytest.raises(ConfigError, match="contradict"):
+            choose(method, mode)
+        return
+    resolved = resolve(choose(method, mode).ub_cfgs, 2).names
+    for name in ("qkv_dgrad", "fc1_dgrad"):
+        assert resolved[name].is_reduce_scatter == (mode == "rs_dgrad")
+        assert (resolved[name].method == "sequential") == (method == "sequential")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [((), (4, "plain")), ((2,), (2, "plain")), (("te-style",), (4, "te-style")), ((3, "te-style", 5), (5, "te-style"))],
+)
+def test_layers_take_a_number_and_a_kind(given: tuple[int | str, ...], expected: tuple[int, str]) -> None:
+    assert _layers(given) == expected

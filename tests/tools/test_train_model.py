@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.tokens import TokenPartition
-from tpoverlap.tools.train.attention import RotaryTable, packed_causal_attention
+from tpoverlap.tools.train.attention import packed_causal_attention, rotary_table
 from tpoverlap.tools.train.batching import StepPlan
 from tpoverlap.tools.train.packing import IGNORED_TARGET, pack
 from tpoverlap.tools.train.reference import ReferenceDecoder, run_reference, token_loss_sum
@@ -95,7 +95,7 @@ def test_attention_gives_padding_rows_zeros_and_others_nothing_of_them() -> None
 
 def test_rotary_positions_restart_and_scores_depend_on_distance_alone() -> None:
     batch = pack([b"abcdefgh", b"abcdefgh"])
-    table = RotaryTable.of(batch, head_dim=8, base=100.0)
+    table = rotary_table(batch, head_dim=8, base=100.0)
     assert torch.equal(table.cos[:8], table.cos[8:])
     torch.manual_seed(0)
     a, b = torch.randn(1, 1, 8, dtype=torch.float32), torch.randn(1, 1, 8)

@@ -53,6 +53,31 @@ def test_every_method_trains_like_the_reference(method: str, tmp_path: Path) -> 
         assert f"--method {method} is not legal for" in result.output
 
 
+@pytest.mark.parametrize(
+    ("style", "mode", "microbatches", "more"),
+    [
+        ("te-style", "auto", 1, ("--compare", "--compare-steps", "2")),
+        ("te-style", "rs_dgrad", 5, ("--tp", "3")),
+        ("plain", "rs_dgrad", 2, ("--method", "sequential")),
+        ("plain", "bulk", 3, ("--method", "ring_exchange")),
+    ],
+)
+def test_layer_styles_and_microbatches_in_flight(
+    style: str, mode: str, microbatches: int, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = ("--layers", style, "--backward-mode", mode, "--pipeline-microbatches", str(microbatches), *more)
+    result = run("--steps", "4", *options, "--check-reference", "--json", str(tmp_path / "run.json"))
+    assert result.exit_code == 0, result.output
+    summary = read(tmp_path / "run.json")["summary"]
+    assert summary["max_abs_loss_difference"] <= 1e-4
+    assert summary["padded_tokens"] == 0 and summary["allocations_after_setup"] == 0
+    assert (summary["layers"], summary["pipeline_microbatches"]) == (style, microbatches)
+    assert ("lm_head_fprop" in summary["methods"]) == (style == "te-style")
+    dgrad = summary["methods"]["qkv_dgrad"]
+    scatters = "ring_exchange" in dgrad if "sequential" not in more else "qkv_wgrad" not in summary["methods"]
+    assert scatters == (mode == "rs_dgrad")
+
+
 def test_three_ranks_with_comparison_and_plot(tmp_path: Path) -> None:
     files = ("--json", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.png"))
     result = run("--tp", "3", "--steps", "5", "--check-reference", "--compare", "--compare-steps", "2", *files)

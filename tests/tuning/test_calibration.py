@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -97,5 +98,45 @@ def test_results_are_read() -> None:
         "2026-11-30_h200x2_times_and_costs.json",
     }
     assert not [seen for seen in observations if seen.time_us <= 0]
-    assert {seen.quantity for seen in observations} == {"gemm", "gather", "scatter", "copy", "method"}
+    assert {seen.quantity for seen in observations} == {"gemm", "gather", "scatter", "copy", "plain", "method"}
     assert read_observations(gpu="A100") == [], "times of other GPUs are not mixed in"
+
+
+def bench_file(path: Path, launch_us: float) -> Path:
+    """What ``tpoverlap bench --json`` writes, as far as it is read, with times of a model of our own."""
+    rows = []
+    for direction, kind in (("ag", "gather"), ("rs", "scatter")):
+        for tokens in (128, 1024, 4096, 8192):
+            width, features = (8192, 4096) if direction == "ag" else (4096, 8192)
+            problem = Problem("gather" if kind == "gather" else "scatter", tokens, width, features, 2)
+            truth = replace(START, host_us={})
+            methods = {}
+            for label in ("ring_exchange", "sequential"):
+                queued = estimate(truth, problem, Candidate(label)).time_us
+                methods[label] = {"kind": "ours", "queued_us": queued, "eager_us": max(queued, launch_us)}
+            gemm = gemm_time_us(truth, *problem.gemm_shape)
+            sent = truth.copy.time_us(problem.bytes_sent)
+            alone = {
+                "gemm alone": {"eager_us": gemm, "queued_us": gemm},
+                "transfer alone, push": {"eager_us": sent, "queued_us": None},
+            }
+            shape = {"num_tokens": tokens, "in_features": 8192, "out_features": 4096}
+            rows.append({"suite": "gemm", "direction": direction, **shape, "alone": alone, "methods": methods})
+    rows.append({"suite": "host"})
+    environment = {"gpus": ["NVIDIA H200"] * 2, "ranks_share_gpus": False, "tp_size": 2}
+    path.write_text(json.dumps({"schema": 1, "environment": environment, "rows": rows}))
+    return path
+
+
+def test_bench_results_replace_the_assumed_launches(tmp_path: Path) -> None:
+    bench_file(tmp_path / "bench.json", 55.0)
+    observations = read_observations(tmp_path)
+    assert {seen.quantity for seen in observations} == {"gemm", "copy", "method"}
+    assert len([seen for seen in observations if seen.quantity == "method"]) == 2 * 4 * 2 * 2, "queued and eager"
+    device = fit(START, observations).device
+    assert device.host_us["rs pipeline"] == START.host_us["rs pipeline"], "nobody timed it"
+    assert device.host_us["rs sequential"] == pytest.approx(55.0, rel=0.05)
+    assert device.host_us["ag ring_exchange"] < 70.0, "it was never the limit, so at most the shortest row"
+    problem = Problem("scatter", 4096, 4096, 8192, 2)
+    found, truth = (estimate(one, problem, Candidate("ring_exchange")).time_us for one in (device, START))
+    assert found == pytest.approx(truth, rel=0.05)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from tests.tuning.strategies import candidate_for, devices, idle_host, problems
 from tpoverlap.errors import ConfigError
+from tpoverlap.overlap import pieces as overlap_pieces
+from tpoverlap.tokens import TokenPartition
 from tpoverlap.tuning import (
     Candidate,
     DeviceModel,
@@ -26,6 +28,7 @@ from tpoverlap.tuning import (
     transfer_us,
 )
 from tpoverlap.tuning.device import GemmRates, OneKernel, Rate
+from tpoverlap.tuning.pieces import multiplies_pieces, pieces_of
 
 # Numbers that can be checked by hand: 4 multiprocessors, 1 us a tile of K = 100, whole waves, 1 GB/s is 1 byte/ns.
 TOY = DeviceModel(
@@ -126,6 +129,8 @@ def test_no_method_is_faster_than_its_gemm_or_its_transfer(device: DeviceModel, 
 def test_sequential_is_the_sum(device: DeviceModel, problem: Problem) -> None:
     device = idle_host(device)
     both = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes) + collective_us(device, problem)
+    if problem.is_scatter:  # the sum in float32 that a library's reduce-scatter does on the way
+        both += device.add.time_us((problem.tp_size + 1) * problem.chunk_bytes)
     assert estimate(device, problem, Candidate("sequential")).time_us == round(both, 1)
 
 
@@ -161,3 +166,21 @@ def test_bad_parameters() -> None:
     ):
         with pytest.raises(ConfigError):
             DeviceModel.from_dict(broken)
+
+
+@given(problems())
+def test_pieces_are_those_of_the_ring(problem: Problem) -> None:
+    partition = TokenPartition.balanced(problem.num_tokens, problem.tp_size)
+    rule = overlap_pieces.scatter_piece_rows if problem.kind == "scatter" else overlap_pieces.gather_piece_rows
+    rows = rule(partition, problem.width, problem.itemsize_bytes)
+    expected = 1 if rows is None else -(-partition.max_count // rows)
+    assert pieces_of(problem) == expected
+    assert multiplies_pieces(problem) == overlap_pieces.multiplies_pieces(problem.features)
+
+
+def test_pieces_hide_the_sum_of_a_ring() -> None:
+    device = idle_host(load_device("h200"))
+    problem = Problem("scatter", 8192, 8192, 8192, 2)
+    whole = estimate(device, problem, Candidate("ring_exchange"), in_pieces=False)
+    cut = estimate(device, problem, Candidate("ring_exchange"))
+    assert pieces_of(problem) == 2 and cut.time_us < whole.time_us

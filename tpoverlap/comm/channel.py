@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,7 +88,8 @@ class Channel:
         self._sequence = 0
         self._lock = threading.Lock()
         self._turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
-        self._in_flight: dict[int, InFlight] = {}
+        # Not a plain dict: looking for the first entry of one whose first entries were deleted steps over all of them.
+        self._in_flight: OrderedDict[int, InFlight] = OrderedDict()
         self._closed = False
         self._pid = os.getpid()
         self._release_lock = threading.Lock()

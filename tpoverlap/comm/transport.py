@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
 _CALLERS = 64
+_SPINS = 200
 
 
 class Transport(ABC):
@@ -90,7 +92,7 @@ class Transport(ABC):
 
     @abstractmethod
     def meet(self, descriptor: Descriptor, caller: Stream) -> None:
-        """Publish ``descriptor`` and, in ``caller``'s order, wait for and compare every peer's."""
+        """Publish ``descriptor``, wait for every peer's and compare. Returns when all ranks are at it."""
 
     def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:  # noqa: B027  (not every transport cares)
         """A further arena was allocated."""
@@ -118,6 +120,14 @@ class Transport(ABC):
         """Local; after the streams were closed."""
         if self.driver is not None:
             self.driver.close()
+
+
+def wait_on_host(event: Event) -> None:
+    """Wait until ``event`` is over. The watchdog bounds it: it releases the streams at the time-out."""
+    turns = 0
+    while not event.done():
+        turns += 1
+        time.sleep(0 if turns < _SPINS else 5e-5)
 
 
 def require_peers(transport: Transport, descriptor: Descriptor) -> None:

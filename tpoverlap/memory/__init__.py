@@ -1,4 +1,4 @@
-"""WHO OWNS BYTES: one arena a manager, its named regions, and the three backends that can provide it."""
+"""WHO OWNS BYTES: one arena a manager, its named regions, the backends that can provide it, and the GPU driver."""
 
 from tpoverlap.memory.base import Arena, Backend, CpuArena
 from tpoverlap.memory.layout import ArenaLayout, RegionSpec

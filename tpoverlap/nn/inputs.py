@@ -13,6 +13,7 @@ import torch
 
 from tpoverlap.communicator import CommOverlap, Communicators, LayerCommunicators
 from tpoverlap.errors import ActiveShapeError, ConfigError
+from tpoverlap.nn.layer_view import LayerView
 from tpoverlap.nn.recompute import note_shape
 from tpoverlap.tokens import TokenPartition
 
@@ -27,6 +28,8 @@ def as_layer(comm: Communicators, *, row: bool) -> LayerCommunicators:
         ConfigError: ``comm`` is something else, or communicates in the other direction.
     """
     if isinstance(comm, LayerCommunicators):
+        if isinstance(comm, LayerView):
+            return comm
         return comm.manager.layer(comm.name, row=row)
     if isinstance(comm, CommOverlap):
         base, _, phase = comm.name.rpartition("_")

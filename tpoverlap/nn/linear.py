@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.errors import ConfigError
-from tpoverlap.gemm.fp8 import Fp8State, Recipe
-from tpoverlap.nn.fp8 import state_of
-from tpoverlap.nn.functional import all_gather_gemm, gemm_reduce_scatter
+from tpoverlap.gemm.fp8 import Recipe
+from tpoverlap.nn.fp8_context import Fp8Slot
+from tpoverlap.nn.layer_view import OverlapFlags
+from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
+from tpoverlap.nn.parameters import (
+    InitMethod,
+    divided,
+    draw_shard,
+    empty_parameter,
+    resolve_manager,
+    uniform_by_fan_in,
+)
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
 
 
-class Linear(torch.nn.Module):
+class Linear(ParallelLayer):
     """y = x W^T + b with sequence-parallel input (column) or output (row).
 
     =======================  =======================================  ========================================
@@ -27,22 +36,35 @@ class Linear(torch.nn.Module):
     "row"                    x [T, in / R] -> y_shard [T_r, out]      [out, in / R], columns r*in/R .. of it
     =======================  =======================================  ========================================
 
-    Which collective hides behind which GEMM, in fprop, dgrad and wgrad: the tables of `tpoverlap.nn.column` and
-    `tpoverlap.nn.row`. A row bias is replicated and each rank sees only its rows' gradient, so it is marked
-    ``sequence_parallel``: call `sync_replicated_grads`.
+    Without ``sequence_parallel`` the shards are whole: [T, in] and [T, out].
+
+    Which collective hides behind which GEMM, in fprop, dgrad and wgrad: the tables of `tpoverlap.nn.column`,
+    `tpoverlap.nn.row` and `tpoverlap.nn.all_reduce`. A row bias is replicated and each rank sees only its rows'
+    gradient, so it is marked ``sequence_parallel``: call `sync_replicated_grads`.
 
     Args:
         in_features, out_features: of the full layer.
         bias: whether to add one.
         parallel_mode: "column" or "row".
-        manager: whose buffers to use.
+        manager: whose buffers to use; None: the default manager of `tpoverlap.te`.
         ub_name: "qkv", "proj", "fc1", "fc2" or a registered name; layers that share a name share its buffers.
-        device, dtype: of the parameters; None: the manager's.
+        sequence_parallel: see above. (Transformer Engine's default is False.)
+        tp_group, tp_size: Transformer Engine's; where given, they have to be the manager's.
+        init_method: fills this rank's weight; None: as ``torch.nn.Linear``, by the full layer's fan-in.
+        return_bias: return (y without bias, bias).
+        device, dtype: of the parameters; None: the manager's. ``params_dtype`` is Transformer Engine's name of dtype.
+        save_gathered: a column layer keeps the gathered input [T, in] for backward, and gathers once.
+        fuse_wgrad_accumulation, delay_wgrad_compute: see `tpoverlap.nn.weight_grads`.
+        ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: see `tpoverlap.nn.layer_view`.
         fp8_recipe: run in FP8; None: only inside `fp8_autocast`.
 
     Raises:
-        ConfigError: the cut feature size is not divisible by R, or the mode contradicts the name's configuration.
+        ConfigError: the cut feature size is not divisible by R, the mode contradicts the name's configuration, or
+            options contradict each other.
     """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -51,56 +73,73 @@ class Linear(torch.nn.Module):
         bias: bool = True,
         *,
         parallel_mode: str,
-        manager: UserBufferManager,
-        ub_name: str,
+        manager: UserBufferManager | None = None,
+        ub_name: str | None = None,
+        sequence_parallel: bool = True,
+        tp_group: Any = None,
+        tp_size: int | None = None,
+        init_method: InitMethod | None = None,
+        return_bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        params_dtype: torch.dtype | None = None,
+        save_gathered: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        ub_overlap_ag: bool | None = None,
+        ub_overlap_rs: bool | None = None,
+        ub_overlap_rs_dgrad: bool | None = None,
+        ub_bulk_dgrad: bool | None = None,
+        ub_bulk_wgrad: bool | None = None,
         fp8_recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         if parallel_mode not in ("column", "row"):
             raise ConfigError(f"parallel_mode must be 'column' or 'row', got {parallel_mode!r}")
         self.in_features, self.out_features, self.parallel_mode = in_features, out_features, parallel_mode
-        self.manager, self.ub_name = manager, ub_name
-        self.comm = manager.layer(ub_name, row=parallel_mode == "row")
-        cut = out_features if parallel_mode == "column" else in_features
-        if cut % manager.tp_size:
-            which = "out_features" if parallel_mode == "column" else "in_features"
-            raise ConfigError(f"{ub_name}: {which}={cut} is not divisible by tp_size={manager.tp_size}")
-        rows = out_features // manager.tp_size if parallel_mode == "column" else out_features
-        columns = in_features if parallel_mode == "column" else in_features // manager.tp_size
-        device = manager.device if device is None else device
-        dtype = manager.dtype if dtype is None else dtype
-        self.weight = torch.nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        if self.bias is not None and parallel_mode == "row":
-            self.bias.sequence_parallel = True  # type: ignore[attr-defined]  # Megatron's flag, read by sync_replicated_grads
-        self.fp8_recipe = fp8_recipe
-        self.fp8: Fp8State | None = None if fp8_recipe is None else Fp8State(fp8_recipe, 1, device)
+        self.manager, self.ub_name = resolve_manager(manager, tp_group, tp_size), ub_name
+        self.sequence_parallel, self.return_bias, self._init_method = sequence_parallel, return_bias, init_method
+        row = parallel_mode == "row"
+        flags = OverlapFlags(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
+        options = GemmOptions(
+            self.manager, sequence_parallel, flags, save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute
+        )
+        self.fp8 = Fp8Slot(fp8_recipe, self.manager.device)
+        self._gemms = (options.gemm(ub_name, row=row, fp8=self.fp8),)
+        rows, columns = out_features, in_features
+        if row:
+            columns = divided(f"{ub_name}: in_features", in_features, self.manager)
+        else:
+            rows = divided(f"{ub_name}: out_features", out_features, self.manager)
+        dtype = params_dtype if dtype is None else dtype
+        self.weight = empty_parameter((rows, columns), self.manager, device, dtype)
+        replicated = row and sequence_parallel
+        made = empty_parameter((rows,), self.manager, device, dtype, replicated=replicated) if bias else None
+        self.register_parameter("bias", made)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """As ``torch.nn.Linear``, by the full layer's fan-in. Ranks draw different shards also from one seed.
+    @property
+    def comm(self) -> LayerCommunicators:
+        """The communicators of this layer, under its flags."""
+        return self._gemms[0].comm
 
-        (A seed that is the same on every rank is what replicated parameters need; the shards must not follow it.)
-        """
-        bound = 1 / math.sqrt(self.in_features)
-        if self.weight.device.type != "meta":
-            seed = int(torch.randint(2**62, ()).item()) + self.manager.rank
-            generator = torch.Generator(self.weight.device).manual_seed(seed)
-            torch.nn.init.uniform_(self.weight, -bound, bound, generator=generator)
+    def reset_parameters(self) -> None:
+        """As ``torch.nn.Linear``, by the full layer's fan-in. Ranks draw different shards also from one seed."""
+        draw_shard(self.weight, self.manager, self._init_method or uniform_by_fan_in(self.in_features))
         if self.bias is not None:
             # Zero: a row bias is replicated, and drawing it would give every rank another one.
             torch.nn.init.zeros_(self.bias)
 
-    def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, partition: TokenPartition | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """[T_r, in] -> [T, out/R] (column), or [T, in/R] -> [T_r, out] (row)."""
-        fp8 = state_of(self, self.fp8_recipe, 1, self.weight.device)
+        bias = None if self.return_bias else self.bias
         if self.parallel_mode == "row":
-            return gemm_reduce_scatter(x, self.weight, self.comm, self.bias, partition, fp8)
-        result = all_gather_gemm(x, self.weight, self.comm, self.bias, partition, fp8=fp8)
-        assert isinstance(result, torch.Tensor), "one weight gives one output"
-        return result
+            y = self._gemms[0].row_parallel(x, self.weight, bias, partition)
+        else:
+            y, _ = self._gemms[0].column(x, self.weight, bias, partition)
+        return (y, self.bias) if self.return_bias else y
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""

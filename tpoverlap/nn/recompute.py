@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 from tpoverlap.active_shape import ActiveShape
 from tpoverlap.gemm.fp8 import Recipe
-from tpoverlap.nn.fp8.autocast import as_noted, note_autocast
+from tpoverlap.nn.fp8_context import as_noted, note_autocast
 from tpoverlap.tokens import TokenPartition
 
 _Notes = dict[ActiveShape, TokenPartition | None]

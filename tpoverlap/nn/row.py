@@ -10,7 +10,7 @@ bias      db = sum of own rows of dy      [T_r,N] -> [N]                   none 
 ========  ==============================  ===============================  =======================================
 
 Saved: x [T, K] (this rank's own activation) and the weight. wgrad reads the gathered dy from the slot before its credit
-is given, so dy is neither gathered twice nor copied.
+is given, so dy is neither gathered twice nor copied; only a delayed wgrad (`WeightGrads`) keeps a copy of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import LayerCommunicators
-from tpoverlap.gemm import PartialGemm, RowGemm, weight_grad
+from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.nn.inputs import keepable
+from tpoverlap.nn.layer_view import grads_of
 from tpoverlap.overlap import gather_then_gemm, gemm_then_scatter
 from tpoverlap.tokens import TokenPartition
 
@@ -45,6 +46,7 @@ class RowLinear(torch.autograd.Function):
         operation = layer.manager.operation(layer.fprop, partition, scatter=True, features=x.shape[1])
         gemm_then_scatter(operation, PartialGemm([x], [weight.t()], bias=bias), out)
         ctx.layer, ctx.partition = layer, partition
+        ctx.parameters = (weight,) if grads_of(layer).needs_parameters else ()
         ctx.save_for_backward(keepable(layer.manager, x), weight)
         return out
 
@@ -55,8 +57,16 @@ class RowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         y_grad_shard_t = grads[0].contiguous()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2:5]
-        weight_grads: list[torch.Tensor] = []
+        policy = grads_of(layer)
+        weight_grads: list[torch.Tensor | None] = [None]
+
+        def compute_weight_grad(gathered: torch.Tensor) -> None:
+            dy = gathered if policy.delayed is None else keepable(layer.manager, gathered)
+            weight_grads[:] = policy.compute(ctx.parameters, [True], [dy], x)
+
         x_grad = None
+        if not needs_weight:
+            weight_grads = policy.skip(1)
         if needs_x or needs_weight:
             if needs_x:
                 x_grad = x.new_empty(x.shape)
@@ -67,7 +77,7 @@ class RowLinear(torch.autograd.Function):
                 layer.manager.operation(layer.dgrad, ctx.partition, scatter=False, features=x.shape[1]),
                 y_grad_shard_t,
                 gemm,
-                (lambda gathered: weight_grads.append(weight_grad(gathered, x))) if needs_weight else None,
+                compute_weight_grad if needs_weight else None,
             )
         bias_grad = y_grad_shard_t.sum(0) if needs_bias else None
-        return None, None, x_grad, (weight_grads[0] if weight_grads else None), bias_grad
+        return None, None, x_grad, weight_grads[0], bias_grad

@@ -26,6 +26,7 @@ class PendingGather:
     def __init__(self, context: OperationContext, x_shard_t: torch.Tensor) -> None:
         self._context = context
         self._x_shard_t = x_shard_t
+        self._waited = False
 
     def __enter__(self) -> PendingGather:
         context, own = self._context, self._context.own_rows
@@ -35,6 +36,13 @@ class PendingGather:
         self._exchange.copy_own(self._x_shard_t, own.start * context.width)
         return self
 
+    def wait(self) -> None:
+        """The caller's stream goes on once everything is here."""
+        for step in self._exchange.steps:
+            self._exchange.wait(step, self._exchange.caller)
+        self._exchange.wait_own(self._exchange.caller)
+        self._waited = True
+
     def run_beside(self, work: Work) -> None:
         """An independent GEMM, on the caller's stream."""
         self._exchange.run(self._exchange.caller, work, "gemm", 0)
@@ -42,9 +50,8 @@ class PendingGather:
     def read(self, read_gathered: ReadGathered) -> None:
         """Call ``read_gathered`` with the gathered [T, H]: a view of the slot, not valid after leaving."""
         exchange, context = self._exchange, self._context
-        for step in exchange.steps:
-            exchange.wait(step, exchange.caller)
-        exchange.wait_own(exchange.caller)
+        if not self._waited:
+            self.wait()
         whole = exchange.view(0, (context.partition.total, context.width))
         exchange.run(exchange.caller, lambda: read_gathered(whole), "read")
 
@@ -59,12 +66,13 @@ def all_gather(context: OperationContext, x_shard_t: torch.Tensor, work: Work, r
         gather.read(read_gathered)
 
 
-def reduce_scatter(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> None:
-    """Reduce-scatter ``partial`` [T, H] beside ``work``. See `tpoverlap.overlap.registry.scatter_beside`."""
+def reduce_scatter(context: OperationContext, partial: torch.Tensor, work: Work | None, out: torch.Tensor) -> None:
+    """Reduce-scatter ``partial`` [T, H] beside ``work``, if any. See `tpoverlap.overlap.registry.scatter_beside`."""
     with context.open_scatter() as exchange:
         for step in exchange.steps:
             exchange.send(step, partial, 0)
-        exchange.run(exchange.caller, work, "gemm", 0)
+        if work is not None:
+            exchange.run(exchange.caller, work, "gemm", 0)
         for step in exchange.steps:
             exchange.wait(step, exchange.caller)
         reduce_blocks(exchange, partial[context.own_rows], out)

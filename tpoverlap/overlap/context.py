@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class OperationContext(NamedTuple):
+@dataclass(slots=True, eq=False)  # not frozen: one is made an operation, and that takes several times as long
+class OperationContext:
     """One operation: where it communicates, by which method, over which partition.
 
     Attributes:
@@ -38,6 +40,8 @@ class OperationContext(NamedTuple):
         dtype: of what moves; uint8 for FP8 rows.
         column_granule: pipeline cuts columns in multiples of it (FP8 GEMMs want 16).
         packed_format: reduce-scatter: the FP8 dtype of the rows that move, each with its scale behind it; else None.
+        plain: no registered buffer takes it (T above the capacity, or a name without one): sequential, on the group's
+            own collectives.
     """
 
     channel: Channel | None
@@ -50,8 +54,14 @@ class OperationContext(NamedTuple):
     partition: TokenPartition
     width: int
     dtype: torch.dtype
+    plain: bool = False
     column_granule: int = 1
     packed_format: torch.dtype | None = None
+
+    @property
+    def uses_buffers(self) -> bool:
+        """Whether ``sequential`` goes through the registered buffers, too."""
+        return not self.plain and self.channel is not None and self.channel.backend.one_sided
 
     @property
     def own_rows(self) -> slice:

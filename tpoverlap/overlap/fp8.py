@@ -12,6 +12,7 @@ credits and descriptors are those of any other operation.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -40,7 +41,7 @@ def possible_fp8_names(name: str) -> Iterator[str]:
 def gather_operation(operation: OperationContext, dtype: torch.dtype) -> OperationContext:
     """``operation``, an all-gather, with rows of FP8 ``dtype``."""
     _require_method(operation)
-    return operation._replace(name=f"{operation.name} {_TAGS[dtype]}", dtype=torch.uint8)
+    return replace(operation, name=f"{operation.name} {_TAGS[dtype]}", dtype=torch.uint8)
 
 
 def scatter_operation(
@@ -54,8 +55,9 @@ def scatter_operation(
     # Only where the name is configured as a reduce-scatter: the key of an all-gather name speaks of its gather.
     configured = operation.config.is_reduce_scatter and operation.config.fp8_buf
     if not configured or operation.method not in FP8_SCATTERS:
-        return operation._replace(name=f"{operation.name} {_TAGS[dtype]}", column_granule=ALIGNMENT), gemm
-    packed = operation._replace(
+        return replace(operation, name=f"{operation.name} {_TAGS[dtype]}", column_granule=ALIGNMENT), gemm
+    packed = replace(
+        operation,
         name=f"{operation.name} {_TAGS[dtype]}-rows",
         dtype=torch.uint8,
         column_granule=ALIGNMENT,
@@ -139,12 +141,13 @@ def put_together(operation: OperationContext, values: torch.Tensor, partition: T
     if operation.channel is None:
         return values
     region = operation.channel.regions[SCALES_REGION]
-    if operation.method != "sequential" and partition.total * values.element_size() > region.slot_bytes:
+    if not operation.plain and partition.total * values.element_size() > region.slot_bytes:
         raise CapacityError(
             f"{operation.name}: row-wise scales of T={partition.total} do not fit the {region.slot_bytes} bytes that "
             "the manager's capacity gave them; use a larger capacity_shape, or a per-tensor recipe"
         )
-    context = operation._replace(
+    context = replace(
+        operation,
         name=f"{operation.name.rpartition(' ')[0]} fp8-scales",
         method="sequential" if operation.method == "sequential" else "bulk",
         region=SCALES_REGION,

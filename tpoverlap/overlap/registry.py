@@ -95,8 +95,10 @@ class _DoneGather:
 def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> Iterator[bulk.PendingGather | _DoneGather]:
     """An all-gather under way: run other operations inside the block, then ``read`` the gathered [T, H]."""
     with context.nvtx_range("all-gather"):
-        if context.method == "bulk":
-            with bulk.PendingGather(context, x_shard_t) as pending:
-                yield pending
+        if context.method == "sequential" and not context.uses_buffers:
+            yield _DoneGather(sequential.gather_plainly(context, x_shard_t))
         else:
-            yield _DoneGather(sequential.gather(context, x_shard_t))
+            with bulk.PendingGather(context, x_shard_t) as pending:
+                if context.method == "sequential":
+                    pending.wait()
+                yield pending

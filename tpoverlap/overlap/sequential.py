@@ -1,7 +1,15 @@
 """sequential: the collective, then the GEMM (or the other way round). The twin that every method is tested against.
 
-It needs no registered buffer, so it also runs a T above the capacity. The ranks still compare descriptors first:
-otherwise ranks that disagree on T would hang, or worse, inside the collective.
+====================  ==============================================  ===============================================
+                      through the registered buffers                  through the group's own collectives (plain)
+====================  ==============================================  ===============================================
+when                  peers' memory is mapped                         messages; T above the capacity; a name without
+                                                                      a buffer
+all-gather            every rank pushes its rows, all wait, one GEMM  all-gather, one GEMM
+reduce-scatter        one GEMM, pushes, float32 sum in rank order     one GEMM, all-to-all, the same sum
+ranks that disagree   meet in stream order: nothing was exchanged     meet on the host, before they enter: a collective
+                                                                      of different sizes would never end
+====================  ==============================================  ===============================================
 """
 
 from __future__ import annotations
@@ -13,14 +21,15 @@ import torch
 
 from tpoverlap.comm import all_gather_rows, reduce_scatter_rows
 from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.overlap import bulk
 from tpoverlap.overlap.context import OperationContext
 
 Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
 
 
-def gather(context: OperationContext, x_shard_t: torch.Tensor) -> torch.Tensor:
-    """[T_r, H] -> [T, H]: an ordinary tensor."""
+def gather_plainly(context: OperationContext, x_shard_t: torch.Tensor) -> torch.Tensor:
+    """[T_r, H] -> [T, H] by the group's own collective: an ordinary tensor."""
     channel, partition = context.channel, context.partition
     if channel is None:
         return all_gather_rows(x_shard_t, partition, context.group)
@@ -34,20 +43,29 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
     channel, partition = context.channel, context.partition
     if channel is None:
         reduce_scatter_rows(summands, partition, context.group, out)
-        return
-    with channel.announced(context.label("reduce-scatter"), partition, context.dtype) as descriptor:
-        finish = functools.partial(channel.finish_collective, descriptor)
-        reduce_scatter_rows(summands, partition, context.group, out, finish)
+    elif context.uses_buffers:
+        bulk.reduce_scatter(context, summands, None, out)
+    else:
+        with channel.announced(context.label("reduce-scatter"), partition, context.dtype) as descriptor:
+            finish = functools.partial(channel.finish_collective, descriptor)
+            reduce_scatter_rows(summands, partition, context.group, out, finish)
 
 
 def all_gather(
     context: OperationContext, x_shard_t: torch.Tensor, gemm: RowGemm, read_gathered: ReadGathered | None
 ) -> None:
     """See `tpoverlap.overlap.registry.gather_then_gemm`."""
-    gathered = gather(context, x_shard_t)
-    gemm.rows(gathered, 0)
-    if read_gathered is not None:
-        read_gathered(gathered)
+
+    def multiply(gathered: torch.Tensor) -> None:
+        gemm.rows(gathered, 0)
+        if read_gathered is not None:
+            read_gathered(gathered)
+
+    if context.uses_buffers:
+        with bulk.PendingGather(context, x_shard_t) as gather:
+            gather.read(multiply)
+    else:
+        multiply(gather_plainly(context, x_shard_t))
 
 
 def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "doctor": "tpoverlap.tools.doctor.command:doctor",
         "config": "tpoverlap.tools.config.command:config",
         "predict": "tpoverlap.tools.predict.command:predict",
+        "tune": "tpoverlap.tools.tune.command:tune",
     }
 )
 

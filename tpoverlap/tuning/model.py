@@ -13,6 +13,7 @@ from typing import Final
 
 from tpoverlap.tuning.device import DeviceModel
 from tpoverlap.tuning.gemm_time import cool_time_us, gemm_time_us, slowdown
+from tpoverlap.tuning.pieces import multiplies_pieces, pieces_of
 from tpoverlap.tuning.problem import Problem
 
 _HOST_SHARE_PER_STEP: Final = 0.3
@@ -75,12 +76,15 @@ def candidates(problem: Problem, legal: Iterable[str]) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def estimate(device: DeviceModel, problem: Problem, candidate: Candidate) -> Estimate:
-    """Time of ``problem`` by ``candidate`` on ``device``."""
+def estimate(device: DeviceModel, problem: Problem, candidate: Candidate, *, in_pieces: bool = True) -> Estimate:
+    """Time of ``problem`` by ``candidate`` on ``device``.
+
+    ``in_pieces`` False: a ring whose chunks travel whole, as other libraries' and our first one.
+    """
     gemm_us = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
     if problem.tp_size == 1:
         return Estimate(candidate, gemm_us, gemm_us, False)
-    device_us = _device_us(device, problem, candidate, gemm_us)
+    device_us = _device_us(device, problem, candidate, gemm_us, in_pieces)
     host_us = _host_us(device, problem, candidate)
     # A tenth of a microsecond, so that no two machines differ over the last bit of a logarithm.
     return Estimate(candidate, round(max(device_us, host_us), 1), round(gemm_us, 1), host_us > device_us)
@@ -99,9 +103,10 @@ def transfer_us(device: DeviceModel, problem: Problem) -> float:
     return device.copy.latency_us + problem.bytes_sent / device.copy.gb_s * 1e-3
 
 
-def _device_us(device: DeviceModel, problem: Problem, candidate: Candidate, gemm_us: float) -> float:
+def _device_us(device: DeviceModel, problem: Problem, candidate: Candidate, gemm_us: float, in_pieces: bool) -> float:
     if candidate.method == "sequential":
-        return gemm_us + collective_us(device, problem)
+        # docs/design/0005: an all-to-all and a float32 sum; the all-to-all moves what the library's reduce-scatter does
+        return gemm_us + collective_us(device, problem) + _add_us(device, problem)
     if candidate.method == "bulk":
         return max(gemm_us, transfer_us(device, problem)) + device.step_us + _add_us(device, problem)
     if candidate.method == "fused":
@@ -109,33 +114,48 @@ def _device_us(device: DeviceModel, problem: Problem, candidate: Candidate, gemm
         return max(working, transfer_us(device, problem)) + device.fused.fixed_us
     if candidate.method == "pipeline":
         return _pipeline_us(device, problem, candidate.num_splits)
+    pieces = pieces_of(problem) if in_pieces else 1
     if problem.is_scatter:
-        return _ring_scatter_us(device, problem)
-    return _ring_gather_us(device, problem, candidate.aggregate)
+        return _ring_scatter_us(device, problem, pieces)
+    return _ring_gather_us(device, problem, candidate.aggregate, pieces)
 
 
-def _ring_gather_us(device: DeviceModel, problem: Problem, aggregate: bool) -> float:
+def _ring_gather_us(device: DeviceModel, problem: Problem, aggregate: bool, pieces: int) -> float:
     """Own chunk first; chunk i has arrived after i pushes on this rank's link."""
     at_once = 2 if aggregate else 1
     push_us = problem.chunk_bytes / device.copy.gb_s * 1e-3
+    parts = pieces if multiplies_pieces(problem) and not aggregate else 1
     free = 0.0
     for first in range(0, problem.tp_size, at_once):
         last = min(first + at_once, problem.tp_size) - 1
-        arrived = device.copy.latency_us + last * push_us if last else 0.0
         rows = problem.rows_per_rank * (last - first + 1)
-        gemm = _part_us(device, problem, rows, problem.features, problem.width)
-        free = max(free, arrived) + gemm + (device.step_us if last else 0.0)
+        for part in range(1, parts + 1) if last else (1,):
+            share = part if last else parts
+            arrived = device.copy.latency_us + (last - 1 + share / parts) * push_us if last else 0.0
+            gemm = _part_us(device, problem, -(-rows // parts) if last else rows, problem.features, problem.width)
+            free = max(free, arrived) + gemm + (device.step_us if last else 0.0)
     return free
 
 
-def _ring_scatter_us(device: DeviceModel, problem: Problem) -> float:
-    """Peers' chunks first, each pushed once it is computed; own chunk last; then the sum."""
-    gemm = _part_us(device, problem, problem.rows_per_rank, problem.width, problem.features)
-    push_us = problem.chunk_bytes / device.copy.gb_s * 1e-3
+def _ring_scatter_us(device: DeviceModel, problem: Problem, pieces: int) -> float:
+    """Peers' chunks first, each push once it is computed; own chunk last; then the sum.
+
+    In pieces (R = 2) own rows are computed on top of what arrived, piece by piece, and no sum is left.
+    """
+    rows = -(-problem.rows_per_rank // pieces)
+    gemm = _part_us(device, problem, rows, problem.width, problem.features)
+    push_us = problem.chunk_bytes / pieces / device.copy.gb_s * 1e-3
     link = 0.0
-    for step in range(1, problem.tp_size):
+    arrivals = []
+    for step in range(1, (problem.tp_size - 1) * pieces + 1):
         link = max(link, step * gemm) + push_us
-    return max(problem.tp_size * gemm, link + device.copy.latency_us) + device.step_us + _add_us(device, problem)
+        arrivals.append(link + device.copy.latency_us)
+    free = (problem.tp_size - 1) * pieces * gemm
+    if pieces == 1:
+        return max(free + gemm, arrivals[-1]) + device.step_us + _add_us(device, problem)
+    for arrived in arrivals:
+        free = max(free, arrived) + gemm + device.step_us
+    return free
 
 
 def _pipeline_us(device: DeviceModel, problem: Problem, num_splits: int) -> float:

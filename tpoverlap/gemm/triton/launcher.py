@@ -484,6 +484,9 @@ class GemmLauncher:
         """What programs copy, and how many of them: those that the last wave of tiles leaves idle, but not too few."""
         if push_to is None:
             return _NO_PUSHES, 1
+        if self.interpreted:  # small rows, still cut into parts
+            plan = PushPlan.of(push_to.pushes, row_bytes, 3 * len(push_to.pushes), 1)
+            return plan, len(plan.rows)
         idle = -(-tiles // self.num_programs) * self.num_programs - tiles
         plan = PushPlan.of(push_to.pushes, row_bytes, min(self.num_programs, max(idle, _LEAST_PUSHERS)))
         return plan, len(plan.rows)

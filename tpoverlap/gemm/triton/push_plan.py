@@ -10,7 +10,7 @@ import torch
 
 from tpoverlap.gemm.triton.tile_plan import RowBlock
 
-_LEAST_PART_BYTES: Final = 16 * 1024
+LEAST_PART_BYTES: Final = 16 * 1024
 """A program copies at least this much, or its counter costs more than its copy."""
 
 
@@ -62,17 +62,19 @@ class PushPlan:
     rows: tuple[tuple[int, int, int, int, int, int, int, int], ...]
 
     @classmethod
-    def of(cls, pushes: tuple[Push, ...], row_bytes: int, most_parts: int) -> PushPlan:
-        """Cut ``pushes`` into about ``most_parts`` parts in all, each at least a piece's share of it."""
-        return _cut(pushes, row_bytes, most_parts)
+    def of(
+        cls, pushes: tuple[Push, ...], row_bytes: int, most_parts: int, least_part_bytes: int = LEAST_PART_BYTES
+    ) -> PushPlan:
+        """Cut ``pushes`` into at most ``most_parts`` parts in all (one each at least), none of them too short."""
+        return _cut(pushes, row_bytes, most_parts, least_part_bytes)
 
 
 @lru_cache(maxsize=1024)
-def _cut(pushes: tuple[Push, ...], row_bytes: int, most_parts: int) -> PushPlan:
+def _cut(pushes: tuple[Push, ...], row_bytes: int, most_parts: int, least_part_bytes: int) -> PushPlan:
     rows = []
     for push in pushes:
         count = push.stop - push.start
-        parts = max(1, min(most_parts // len(pushes), count, count * row_bytes // _LEAST_PART_BYTES))
+        parts = max(1, min(most_parts // len(pushes), count, count * row_bytes // least_part_bytes))
         for part in range(parts):
             start, stop = count * part // parts, count * (part + 1) // parts
             rows.append(

@@ -17,20 +17,25 @@ scales      of q(x): see `tpoverlap.overlap.fp8`     one float32 a rank (or a ro
 
 Saved: the shard q(x) [T_r, K] in FP8 with the scale of the gathered tensor, and q(W_i)^T of the forward's version. T16
 is T rounded up to a multiple of 16 by zeros, in wgrad's operands only. Never a view of a shared buffer.
+`LayerView`'s options (``save_gathered``, ``main_grad``, delayed wgrad) mean what they mean in `tpoverlap.nn.column`.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from tpoverlap.communicator import LayerCommunicators
+from tpoverlap.communicator import CommOverlap, LayerCommunicators
+from tpoverlap.gemm import PartialGemm
 from tpoverlap.gemm.fp8 import Fp8State, QuantizedTensor, ScaledPartialGemm, ScaledRowGemm
+from tpoverlap.nn.column import ColumnBackward, saves_gathered
 from tpoverlap.nn.fp8.wgrad import WgradOperand, fp8_weight_grad
-from tpoverlap.overlap import gather_beside, gather_then_gemm, gemm_then_scatter, open_gather, scatter_beside
+from tpoverlap.nn.inputs import keepable
+from tpoverlap.nn.layer_view import grads_of
+from tpoverlap.overlap import gather_then_gemm, gemm_then_scatter
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.fp8 import QuantizedShard, gather_operation, scatter_operation
 from tpoverlap.tokens import TokenPartition
@@ -52,11 +57,21 @@ class Fp8ColumnLinear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = [w for w in parameters[:num_weights] if w is not None], parameters[num_weights:]
         needs_x, needs_weights = ctx.needs_input_grad[4], any(ctx.needs_input_grad[6 : 6 + num_weights])
+        # Evidence about methods by T is measured in other dtypes: no features, so that it is not asked.
         operation = layer.manager.operation(layer.fprop, partition, scatter=False)
         operation = gather_operation(operation, fp8.input.dtype)
         quantised = [fp8.quantized_weight(index, weight) for index, weight in enumerate(weights)]
         shard = QuantizedShard(operation, fp8.input, x_shard_t, record=fp8.training)
+        saves = saves_gathered(layer) and needs_weights
         gathered: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+
+        def read(whole: torch.Tensor) -> None:
+            if return_gathered:
+                gathered.append(shard.whole(whole).dequantize())
+            if saves:
+                kept.append(keepable(layer.manager, whole))
+
         outs = [x_shard_t.new_empty(partition.total, weight.shape[0]) for weight in weights]
         gather_then_gemm(
             operation,
@@ -69,13 +84,14 @@ class Fp8ColumnLinear(torch.autograd.Function):
                 x_format=shard.dtype,
                 fast_accumulation=True,
             ),
-            (lambda whole: gathered.append(shard.whole(whole).dequantize())) if return_gathered else None,
+            read if return_gathered or saves else None,
         )
         shard.finish()
         ctx.layer, ctx.partition, ctx.fp8, ctx.training = layer, partition, fp8, fp8.training
         ctx.num_weights, ctx.return_gathered, ctx.x_dtype = num_weights, return_gathered, x_shard_t.dtype
+        ctx.parameters = weights if grads_of(layer).needs_parameters else ()
         transposed = [one.transposed for one in quantised] if needs_x else []
-        saved = [shard.local.data, shard.scale] if needs_weights else []
+        saved = [kept[0].view(shard.dtype) if saves else shard.local.data, shard.scale] if needs_weights else []
         ctx.save_for_backward(*saved, *[part for one in transposed for part in (one.data, one.scale)])
         return (*outs, *gathered)
 
@@ -88,29 +104,28 @@ class Fp8ColumnLinear(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         x = QuantizedTensor(saved.pop(0), saved.pop(0), ctx.x_dtype) if any(needs_weights) else None
         output_grads = [grad.contiguous() for grad in grads[:count]]
-        quantised = [
-            fp8.quantizer("grad", index).local(dy, record=ctx.training) if needs_x or needed else None
-            for index, (dy, needed) in enumerate(zip(output_grads, needs_weights, strict=True))
-        ]
-        gemm = None
-        if needs_x:
-            weights = [QuantizedTensor(*pair, ctx.x_dtype) for pair in zip(saved[::2], saved[1::2], strict=True)]
-            addend = grads[count] if ctx.return_gathered else None
-            terms = [(dy, weight) for dy, weight in zip(quantised, weights, strict=True) if dy is not None]
-            gemm = ScaledPartialGemm(terms=terms, addend=addend)
-        backward = _Backward(ctx.layer, ctx.partition, fp8, x, gemm, quantised, needs_weights)
-        x_grad = backward.run()
+        quantised: list[QuantizedTensor] = []
+        if needs_x or x is not None:
+            for index, dy in enumerate(output_grads):
+                quantised.append(fp8.quantizer("grad", index).local(dy, record=ctx.training))
+        weights = [QuantizedTensor(*pair, ctx.x_dtype) for pair in zip(saved[::2], saved[1::2], strict=True)]
+        addend = grads[count] if ctx.return_gathered else None
+        terms = list(zip(quantised, weights, strict=True)) if needs_x else []
+        gemm = ScaledPartialGemm(terms=terms, addend=addend)
+        backward = _Backward(
+            ctx.layer, ctx.partition, fp8, x, ctx.parameters, output_grads, quantised, gemm, needs_weights
+        )
+        x_grad = backward.run(needs_x)
         bias_grads = [dy.sum(0) if needed else None for dy, needed in zip(output_grads, needs_biases, strict=True)]
         return (None, None, None, None, x_grad, None, *backward.weight_grads, *bias_grads)
 
 
-class _Backward:
-    """One backward pass: which gather, which GEMM and which scatter run, and what runs beside what.
+class _Backward(ColumnBackward):
+    """`ColumnBackward` whose gathers move FP8 rows and whose GEMMs are scaled.
 
     Args:
-        x: the saved shard with the gathered tensor's scale; None when no weight needs a gradient.
-        input_grad: the task of dgrad; None when the input needs no gradient.
-        output_grads: dy_i in FP8, None where nobody reads it.
+        x: the saved shard (or gathered tensor) with the gathered tensor's scale; None when no weight trains.
+        quantised: dy_i in FP8.
     """
 
     def __init__(
@@ -119,61 +134,39 @@ class _Backward:
         partition: TokenPartition,
         fp8: Fp8State,
         x: QuantizedTensor | None,
-        input_grad: ScaledPartialGemm | None,
-        output_grads: list[QuantizedTensor | None],
+        parameters: Sequence[torch.Tensor],
+        output_grads: Sequence[torch.Tensor],
+        quantised: Sequence[QuantizedTensor],
+        input_grad: PartialGemm,
         needs_weights: list[bool],
     ) -> None:
-        self.layer, self.partition, self.fp8, self.x = layer, partition, fp8, x
-        self.input_grad, self.output_grads, self.needs_weights = input_grad, output_grads, needs_weights
-        self.weight_grads: list[torch.Tensor | None] = [None] * len(needs_weights)
+        saved = output_grads[0] if x is None else x.bytes  # without x nothing reads it
+        super().__init__(layer, partition, saved, parameters, output_grads, input_grad, needs_weights)
+        self.fp8, self.quantised_x, self.quantised = fp8, x, quantised
 
-    def run(self) -> torch.Tensor | None:
-        """Fills ``weight_grads``; returns dx_shard [T_r, K] when the input needs it."""
-        if self.x is None:
-            return None if self.input_grad is None else self._input_only(self.input_grad)
-        if self.input_grad is None:
-            gather_beside(self._gather_operation(), self.x.bytes, lambda: None, self._compute_weight_grads)
-            return None
-        if self.layer.scatters_in_dgrad:
-            with self._gather(self.x) as gather:
-                out = self._input_only(self.input_grad)
-                gather.read(self._compute_weight_grads)
-            return out
-        return self._bulk(self.x, self.input_grad)
+    def _operation(self, communicator: CommOverlap, *, scatter: bool, beside: bool = False) -> OperationContext:
+        operation: OperationContext = self._manager.operation(
+            communicator, self.partition, scatter=scatter, beside=beside
+        )
+        return operation if scatter else gather_operation(operation, self.fp8.input.dtype)
 
-    def _bulk(self, x: QuantizedTensor, input_grad: ScaledPartialGemm) -> torch.Tensor:
-        partial = input_grad.empty(self.partition.total, input_grad.width)
-        gathered: list[torch.Tensor] = []
-        # The gather's slot is read by wgrad, which runs beside the scatter: so the gather stays open until then.
-        with self._gather(x) as gather:
-            gather.run_beside(lambda: input_grad.rows(0, self.partition.total, partial))
-            gather.read(gathered.append)
-            out = self._empty_shard(input_grad)
-            wgrad = self.layer.wgrad if self.layer.wgrad is not None else self.layer.dgrad
-            operation = self.layer.manager.operation(wgrad, self.partition, scatter=True, beside=True)
-            scatter_beside(operation, partial, lambda: self._compute_weight_grads(gathered[0]), out)
+    def _input_only(self) -> torch.Tensor:
+        out = self._empty_input_grad()
+        operation = self._operation(self.layer.dgrad, scatter=True)
+        gemm_then_scatter(*scatter_operation(operation, self.input_grad, self.fp8.quantizer("grad").dtype), out)
         return out
-
-    def _input_only(self, input_grad: ScaledPartialGemm) -> torch.Tensor:
-        """dx_shard by GEMM + reduce-scatter."""
-        out = self._empty_shard(input_grad)
-        operation = self.layer.manager.operation(self.layer.dgrad, self.partition, scatter=True)
-        gemm_then_scatter(*scatter_operation(operation, input_grad, self.fp8.quantizer("grad").dtype), out)
-        return out
-
-    def _empty_shard(self, input_grad: ScaledPartialGemm) -> torch.Tensor:
-        return input_grad.empty(self.partition.counts[self.layer.manager.rank], input_grad.width)
-
-    def _gather_operation(self) -> OperationContext:
-        operation = self.layer.manager.operation(self.layer.dgrad, self.partition, scatter=False, beside=True)
-        return gather_operation(operation, self.fp8.input.dtype)
-
-    def _gather(self, x: QuantizedTensor) -> AbstractContextManager[Any]:
-        return open_gather(self._gather_operation(), x.bytes)
 
     def _compute_weight_grads(self, gathered: torch.Tensor) -> None:
-        assert self.x is not None, "gathered it"
-        whole = WgradOperand(QuantizedTensor(gathered.view(self.x.data.dtype), self.x.scale, self.x.dtype))
-        for index, (dy, needed) in enumerate(zip(self.output_grads, self.needs_weights, strict=True)):
-            if needed and dy is not None:
-                self.weight_grads[index] = fp8_weight_grad(WgradOperand(dy), whole, self.fp8.input.is_rowwise)
+        x = self.quantised_x
+        assert x is not None, "a weight trains, so it was saved"
+        if self.grads.delayed is not None:
+            gathered = keepable(self._manager, gathered)
+        whole = WgradOperand(QuantizedTensor(gathered.view(x.data.dtype), x.scale, x.dtype))
+        output_grads, rowwise = [WgradOperand(dy) for dy in self.quantised], self.fp8.input.is_rowwise
+        self.weight_grads = self.grads.compute(
+            self.parameters,
+            self.needs_weights,
+            self.output_grads,
+            gathered,
+            lambda index: fp8_weight_grad(output_grads[index], whole, rowwise),
+        )

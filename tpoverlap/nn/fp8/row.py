@@ -25,6 +25,8 @@ from torch.autograd.function import once_differentiable
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.gemm.fp8 import Fp8State, QuantizedTensor, ScaledPartialGemm, ScaledRowGemm
 from tpoverlap.nn.fp8.wgrad import WgradOperand, fp8_weight_grad
+from tpoverlap.nn.inputs import keepable
+from tpoverlap.nn.layer_view import grads_of
 from tpoverlap.overlap import gather_then_gemm, gemm_then_scatter
 from tpoverlap.overlap.fp8 import QuantizedShard, gather_operation, scatter_operation
 from tpoverlap.tokens import TokenPartition
@@ -51,6 +53,7 @@ class Fp8RowLinear(torch.autograd.Function):
         out = x.new_empty(partition.counts[layer.manager.rank], weight.shape[0])
         gemm_then_scatter(*scatter_operation(operation, gemm, fp8.input.dtype), out)
         ctx.layer, ctx.partition, ctx.fp8, ctx.training, ctx.x_dtype = layer, partition, fp8, fp8.training, x.dtype
+        ctx.parameters = (weight,) if grads_of(layer).needs_parameters else ()
         saved = [quantised_x.data, quantised_x.scale] if needs_weight else []
         saved += [quantised.transposed.data, quantised.transposed.scale] if needs_x else []
         ctx.save_for_backward(*saved)
@@ -66,7 +69,8 @@ class Fp8RowLinear(torch.autograd.Function):
         weights = [QuantizedTensor(saved[0], saved[1], ctx.x_dtype)] if needs_x else []
         y_grad_shard_t = grads[0].contiguous()
         outs = [y_grad_shard_t.new_empty(partition.total, weight.data.shape[0]) for weight in weights]
-        weight_grads: list[torch.Tensor] = []
+        policy = grads_of(layer)
+        weight_grads: list[torch.Tensor | None] = [None] if needs_weight else policy.skip(1)
         if needs_x or needs_weight:
             quantizer = fp8.quantizer("grad")
             operation = layer.manager.operation(layer.dgrad, partition, scatter=False)
@@ -75,8 +79,12 @@ class Fp8RowLinear(torch.autograd.Function):
 
             def compute_weight_grad(gathered: torch.Tensor) -> None:
                 assert x is not None, "asked for"
-                dy = WgradOperand(shard.whole(gathered))
-                weight_grads.append(fp8_weight_grad(dy, WgradOperand(x), quantizer.is_rowwise))
+                if policy.delayed is not None:
+                    gathered = keepable(layer.manager, gathered)
+                dy, operand, rowwise = WgradOperand(shard.whole(gathered)), WgradOperand(x), quantizer.is_rowwise
+                weight_grads[:] = policy.compute(
+                    ctx.parameters, [True], [gathered], x.data, lambda _: fp8_weight_grad(dy, operand, rowwise)
+                )
 
             gather_then_gemm(
                 operation,
@@ -97,6 +105,6 @@ class Fp8RowLinear(torch.autograd.Function):
             None,
             None,
             outs[0] if outs else None,
-            weight_grads[0] if weight_grads else None,
+            weight_grads[0],
             bias_grad,
         )

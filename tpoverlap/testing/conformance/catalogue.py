@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from tpoverlap.testing.conformance import gemms, groups, lifetime, linear, microbatches, replicated
+from tpoverlap.testing.conformance import (
+    gemms,
+    groups,
+    layers,
+    lifetime,
+    linear,
+    microbatches,
+    replicated,
+    vocabulary,
+)
 from tpoverlap.testing.conformance.setting import Setting
 from tpoverlap.testing.conformance.stack import RECOMPUTATIONS, SCHEMES
 from tpoverlap.testing.specs import random_walk
@@ -78,6 +87,29 @@ def microbatch_cases(setting: Setting, size: int) -> Iterator[Case]:
         yield Case(name, 7, microbatches.check_microbatches_1f1b, (setting, 2, recomputation, "default", True))
 
 
+def layer_cases(setting: Setting, size: int) -> Iterator[Case]:
+    """Cases 5, 6, 7 and 13: every layer in both backward modes, every other mode on two layers, unregistered names."""
+
+    def case(kind: str, mode: str, unregistered: bool = False) -> Case:
+        number = 13 if "main_grad" in mode else 5 if kind.startswith("linear") else 6
+        name = f"layer-{kind}-{'unregistered' if unregistered else mode}"
+        return Case(name, number, layers.check_layer, (setting, kind, mode, unregistered))
+
+    kinds, modes = list(layers.KINDS), list(layers.MODES)
+    for kind in kinds:
+        yield from (case(kind, mode) for mode in modes[:2])
+    for index, mode in enumerate(modes[2:]):
+        yield from (case(kinds[(index + shift) % len(kinds)], mode) for shift in (0, 4))
+    yield from (case(kind, "bulk", unregistered=True) for kind in ("linear-rmsnorm", "mlp-gelu", "transformer-gqa"))
+    for index, mode in enumerate(("bulk", "main_grad", "delayed_main_grad", "save_gathered_rs_dgrad")):
+        for kind, recomputed in (("transformer-gqa", index % 2 == 1), ("mlp-swiglu", index % 2 == 0)):
+            args = (setting, kind, mode, index % 3, recomputed)
+            name = f"layers-1f1b-{kind}-{mode}-{index % 3}{'-recomputed' * recomputed}"
+            yield Case(name, 13 if "main_grad" in mode else 7, layers.check_layers_1f1b, args)
+    for tied in (False, True):
+        yield Case(f"vocabulary-{'tied' if tied else 'apart'}", 6, vocabulary.check_vocabulary, (setting, tied))
+
+
 def other_cases(setting: Setting, size: int) -> Iterator[Case]:
     """Case 9, forgotten context_fn, results that stay, grad modes, the table of methods, replicated parameters."""
     yield Case("forgotten-context", 7, microbatches.check_forgotten_context, (setting,))
@@ -114,7 +146,7 @@ def walk_cases(setting: Setting, size: int, steps: int = 200) -> Iterator[Case]:
 
 def all_cases(setting: Setting, size: int, walk_steps: int = 200) -> list[Case]:
     """Everything that runs on ``size`` ranks, walks last; ids are unique."""
-    lists = (conformance_cases, microbatch_cases, other_cases, group_cases)
+    lists = (conformance_cases, microbatch_cases, layer_cases, other_cases, group_cases)
     cases = [case for make in lists for case in make(setting, size)]
     walks = [replace(case, id=f"walk-{case.id}") for case in walk_cases(setting, size, walk_steps)]
     return cases + walks

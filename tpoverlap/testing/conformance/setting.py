@@ -77,6 +77,7 @@ class Setting:
             ub_cfgs=ub_cfgs,
             backend=self.backend,
             timeout_s=self.timeout_s,
+            tuning_cache=options.pop("tuning_cache", False),  # the default methods are to be checked, at any size
             **options,
         )
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tpoverlap.tools.train.corpus import Corpus
-    from tpoverlap.tools.train.job import ProgressListener, TrainJob
+    from tpoverlap.tools.train.job import LayerStyle, ProgressListener, TrainJob
     from tpoverlap.tools.train.report import Report
 
 
@@ -26,6 +26,25 @@ def _path_type() -> click.Path:
 
 
 _POSITIVE = click.IntRange(min=1)
+
+
+class _LayersType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
+    """How many layers, or which kind."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value in ("te-style", "plain"):
+            return str(value)
+        number: int = _POSITIVE.convert(value, param, ctx)
+        return number
+
+
+def _layers(given: tuple[int | str, ...]) -> tuple[int, LayerStyle]:
+    """(how many, which kind); the last of each counts, as in any option given twice."""
+    numbers = [value for value in given if isinstance(value, int)]
+    style: LayerStyle = "te-style" if [v for v in given if isinstance(v, str)][-1:] == ["te-style"] else "plain"
+    return numbers[-1] if numbers else 4, style
 
 
 @click.command(short_help="Train a small decoder on real text with another T at every step.")
@@ -64,7 +83,29 @@ _POSITIVE = click.IntRange(min=1)
     help="Overlap method of every GEMM for which it is legal.",
 )
 @click.option("--hidden", type=_POSITIVE, default=256, show_default=True)
-@click.option("--layers", type=_POSITIVE, default=4, show_default=True)
+@click.option(
+    "--layers",
+    metavar="N|te-style|plain",
+    type=_LayersType(),
+    multiple=True,
+    help="A number: how many. te-style: tpo.nn.TransformerLayer and vocabulary-parallel ends; plain: linear layers and "
+    "functions. May be given twice.  [default: 4, plain]",
+)
+@click.option(
+    "--backward-mode",
+    type=click.Choice(["auto", "bulk", "rs_dgrad"]),
+    default="auto",
+    show_default=True,
+    help="Where qkv and fc1 scatter their input gradient: beside wgrad (bulk) or in dgrad.  [auto: as --method has it]",
+)
+@click.option(
+    "--pipeline-microbatches",
+    metavar="N",
+    type=_POSITIVE,
+    default=1,
+    show_default=True,
+    help="Microbatches of different T a step, in 1F1B order: up to four in flight.",
+)
 @click.option("--heads", type=_POSITIVE, default=8, show_default=True)
 @click.option("--ffn", type=_POSITIVE, default=688, show_default=True)
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=1e-3, show_default=True)
@@ -89,7 +130,7 @@ def train(
     more_corpus: tuple[Path, ...],
     corpus: tuple[Path, ...],
     hidden: int,
-    layers: int,
+    layers: tuple[int | str, ...],
     heads: int,
     ffn: int,
     json_path: Path | None,
@@ -115,8 +156,16 @@ def train(
     if more_corpus and not corpus:
         raise click.UsageError(f"unexpected argument {more_corpus[0]}; text files are given as --corpus PATH ...")
     try:
-        model = ModelConfig(hidden=hidden, layers=layers, heads=heads, ffn=ffn)
-        settings = TrainOptions(corpus=(*corpus, *more_corpus), model=model, json=json_path, plot=plot_path, **options)
+        num_layers, style = _layers(layers)
+        model = ModelConfig(hidden=hidden, layers=num_layers, heads=heads, ffn=ffn)
+        settings = TrainOptions(
+            corpus=(*corpus, *more_corpus),
+            model=model,
+            json=json_path,
+            plot=plot_path,
+            layer_style=style,
+            **options,
+        )
         job, text = make_job(settings, os.environ)
         launched = torchrun_rank(os.environ)
         console = Console(quiet=launched is not None and launched[0] != 0)
@@ -140,7 +189,7 @@ def _run(job: TrainJob, corpus: Corpus, rank: int | None, *, check: bool, consol
     from tpoverlap.tools.train.verdict import judge
     from tpoverlap.tools.train.worker import run_under_torchrun, spawn
 
-    if note := choose(job.method).note:
+    if note := choose(job.method, job.backward_mode).note:
         console.print(f"--method {note}", markup=False)
     with progress_bars(console) as on_progress:
         outcome = spawn(job, on_progress) if rank is None else run_under_torchrun(job, rank, on_progress)
@@ -172,7 +221,8 @@ def _reference(job: TrainJob, on_progress: ProgressListener) -> tuple[tuple[floa
             device=job.device(0),
             dtype=job.dtype,
             learning_rate=job.learning_rate,
-            on_step=lambda index: on_progress(Progress("reference", index + 1, len(job.steps))),
+            microbatches=job.microbatches,
+            on_step=lambda index: on_progress(Progress("reference", index + 1, len(job.step_groups))),
         )
     finally:
         torch.set_num_threads(num_threads)

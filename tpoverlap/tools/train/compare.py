@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ def compare_variants(
     so that a slow moment of the machine does not hit the same one each time.
     """
     job = context.job
-    steps = (job.steps[0], *job.steps[: job.compare_steps])
+    steps = (job.step_groups[0], *job.step_groups[: job.compare_steps])
     trainers = [RankTrainer(context, full, variant.method or job.method) for variant in VARIANTS]
     results: list[list[StepResult]] = [[] for _ in VARIANTS]
     for index, step in enumerate(steps):
@@ -38,7 +38,7 @@ def compare_variants(
     return tuple(
         CompareRecord(
             variant.name,
-            active_tokens=tuple(step.num_tokens for step in steps[1:]),
+            active_tokens=tuple(sum(one.num_tokens for one in step) for step in steps[1:]),
             communicated_rows=tuple(r.communicated_rows for r in rs),
             losses=tuple(r.loss for r in rs),
             times_ms=tuple(r.time_ms for r in rs),
@@ -47,12 +47,11 @@ def compare_variants(
     )
 
 
-def _run(trainer: RankTrainer, step: StepPlan, padded: bool) -> StepResult:
-    job = trainer.context.job
-    batch = pack(step.documents)
-    partition = step.partition
+def _run(trainer: RankTrainer, step: Sequence[StepPlan], padded: bool) -> StepResult:
+    job, device = trainer.context.job, trainer.context.device
+    batches = [(pack(one.documents), one.partition) for one in step]
     if padded:
-        batch = batch.padded_to(job.capacity_tokens)
-        partition = TokenPartition.balanced(job.capacity_tokens, job.tp_size)
+        whole = TokenPartition.balanced(job.capacity_tokens, job.tp_size)
+        batches = [(batch.padded_to(job.capacity_tokens), whole) for batch, _ in batches]
     trainer.zero_grad()
-    return trainer.step(batch.to(trainer.context.device), partition)
+    return trainer.step([(batch.to(device), partition) for batch, partition in batches])

@@ -10,7 +10,7 @@ All layers share the buffers of the four names. Embedding and head are replicate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpoverlap as tpo
-from tpoverlap.tools.train.attention import RotaryTable, packed_causal_attention
+from tpoverlap.tools.train.attention import packed_causal_attention, rotary_table
 from tpoverlap.tools.train.packing import PackedBatch
-from tpoverlap.tools.train.weights import ModelConfig, is_replicated, shard
+from tpoverlap.tools.train.reference import gradients_on_cpu, token_loss_sum
+from tpoverlap.tools.train.weights import ModelConfig, is_replicated, shard, unshard
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
+    from tpoverlap.tokens import TokenPartition
 
 
 class DecoderLayer(nn.Module):
@@ -58,7 +60,7 @@ class DecoderLayer(nn.Module):
             ffn, hidden, bias=False, parallel_mode="row", manager=manager, ub_name="fc2", device=device, dtype=dtype
         )
 
-    def forward(self, x_shard_t: Tensor, batch: PackedBatch, rotary: RotaryTable) -> Tensor:
+    def forward(self, x_shard_t: Tensor, batch: PackedBatch, rotary: tpo.nn.RotaryTable) -> Tensor:
         """x_shard_t [T_r, H]; ``batch`` and ``rotary`` describe all T rows, which attention sees."""
         config = self.config
         h = F.rms_norm(x_shard_t, (config.hidden,), self.attention_norm, config.norm_eps)
@@ -88,7 +90,7 @@ class TensorParallelDecoder(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.rank = config, rank
         self.embedding = nn.Parameter(torch.empty(config.vocab, config.hidden, device=device, dtype=dtype))
         self.layers = nn.ModuleList(DecoderLayer(config, manager, tp_size, device, dtype) for _ in range(config.layers))
         self.norm = nn.Parameter(torch.empty(config.hidden, device=device, dtype=dtype))
@@ -103,10 +105,25 @@ class TensorParallelDecoder(nn.Module):
         """Parameters under the names of `weights.full_weights`."""
         return {name.removesuffix(".weight"): parameter for name, parameter in self.named_parameters()}
 
+    def losses(self, batch: PackedBatch, partition: TokenPartition) -> tuple[Tensor, Tensor]:
+        """(what ``backward`` starts from, this rank's rows' share): both the cross entropies of own rows, nats."""
+        rows = partition.rows(self.rank)
+        loss_sum = token_loss_sum(self(batch, rows), batch.targets[rows])
+        return loss_sum, loss_sum.detach()
+
+    def shard_gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients, float32 on the CPU, under the names of `weights.full_weights`."""
+        return gradients_on_cpu(self.named_weights())
+
+    @staticmethod
+    def unshard(name: str, shards: Sequence[Tensor]) -> Tensor:
+        """All ranks' `shard_gradients` of one name, put together."""
+        return unshard(name, shards)
+
     def forward(self, batch: PackedBatch, rows: slice) -> Tensor:
         """Logits of ``rows``, this rank's part of ``batch``; [0, V] where it owns none."""
         config = self.config
-        rotary = RotaryTable.of(batch, config.head_dim, config.rope_base)
+        rotary = rotary_table(batch, config.head_dim, config.rope_base)
         x_shard_t = F.embedding(batch.tokens[rows], self.embedding)
         for layer in self.layers:
             x_shard_t = layer(x_shard_t, batch, rotary)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DType = Literal["float32", "bfloat16"]
+LayerStyle = Literal["plain", "te-style"]
+BackwardMode = Literal["auto", "bulk", "rs_dgrad"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class TrainJob:
     """One run. Everything in it was validated by `options.make_job`.
 
     Attributes:
+        steps: microbatches; ``microbatches`` of them, one after another, make a step.
+        layer_style: which decoder, "plain" or "te-style". backward_mode: see `methods.choose`.
         compare_steps: steps of ``--compare``, 0 for none; the first ones of ``steps``.
         want_gradients: gather every gradient of the first step, for ``--check-reference``.
         timeout_s: a rank that is silent for so long has hung.
@@ -43,6 +47,15 @@ class TrainJob:
     compare_steps: int
     want_gradients: bool
     timeout_s: float
+    layer_style: LayerStyle = "plain"
+    backward_mode: BackwardMode = "auto"
+    microbatches: int = 1
+
+    @property
+    def step_groups(self) -> tuple[tuple[StepPlan, ...], ...]:
+        """The microbatches of each step."""
+        count = self.microbatches
+        return tuple(self.steps[i : i + count] for i in range(0, len(self.steps), count))
 
     @property
     def dtype(self) -> torch.dtype:

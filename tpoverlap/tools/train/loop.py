@@ -24,15 +24,15 @@ def train_rank(
     allocations_before = _allocations(trainer, group)
     records: list[StepRecord] = []
     gradients: dict[str, torch.Tensor] = {}
-    for index, step in enumerate(job.steps):
+    for index, microbatches in enumerate(job.step_groups):
         trainer.zero_grad()
-        result = trainer.step(pack(step.documents).to(device), step.partition)
+        result = trainer.step([(pack(step.documents).to(device), step.partition) for step in microbatches])
         records.append(
             StepRecord(
                 step=index + 1,
-                active_tokens=step.num_tokens,
-                num_sequences=len(step.documents),
-                rows_per_rank=step.partition.counts,
+                active_tokens=sum(step.num_tokens for step in microbatches),
+                num_sequences=sum(len(step.documents) for step in microbatches),
+                rows_per_rank=tuple(map(sum, zip(*(step.partition.counts for step in microbatches), strict=True))),
                 loss=result.loss,
                 time_ms=result.time_ms,
                 communicated_rows=result.communicated_rows,
@@ -40,7 +40,7 @@ def train_rank(
         )
         if index == 0 and job.want_gradients:
             gradients = trainer.whole_gradients()
-        on_progress(Progress("train", index + 1, len(job.steps)))
+        on_progress(Progress("train", index + 1, len(job.step_groups)))
     allocations = _allocations(trainer, group) - allocations_before
     methods = _methods(trainer)
     backend = trainer.manager.backend_name

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tpoverlap.errors import ConfigError
+
 METHOD_CHOICES = ("auto", "ring_exchange", "pipeline", "bulk", "sequential")
 
 LAYER_NAMES = ("qkv", "proj", "fc1", "fc2")
@@ -23,6 +25,8 @@ _LEGAL: Mapping[str, tuple[str, ...]] = {
     "bulk": (*_COLUMN_DGRAD, *_COLUMN_WGRAD),
     "sequential": (*_GATHERED_INPUT, *_SCATTERED_OUTPUT, *_COLUMN_DGRAD, *_COLUMN_WGRAD),
 }
+_SCATTERING = ("ring_exchange", "pipeline")
+"""On a column layer's dgrad they reduce-scatter."""
 USED_NAMES = _LEGAL["sequential"]
 
 
@@ -34,16 +38,36 @@ class MethodChoice:
     note: str
 
 
-def choose(method: str) -> MethodChoice:
-    """``ub_cfgs`` of one of `METHOD_CHOICES`."""
+def choose(method: str, backward_mode: str = "auto") -> MethodChoice:
+    """``ub_cfgs`` of one of `METHOD_CHOICES`.
+
+    ``backward_mode`` says where column layers scatter their input gradient: "bulk" (beside wgrad), "rs_dgrad" (in
+    dgrad), or "auto": as ``method`` has it, bulk by default.
+
+    Raises:
+        ConfigError: the two contradict each other.
+    """
+    if method == "bulk" and backward_mode == "rs_dgrad":
+        raise ConfigError("--method bulk and --backward-mode rs_dgrad contradict each other: give one of them")
     legal = _LEGAL[method]
-    if not legal:
+    options: dict[str, dict[str, object]] = {name: {"method": method} for name in legal}
+    if backward_mode == "bulk" and method in _SCATTERING:
+        options = {name: option for name, option in options.items() if name not in _COLUMN_DGRAD}
+    elif backward_mode == "rs_dgrad":
+        options = {name: option for name, option in options.items() if name not in _COLUMN_WGRAD}
+        dgrad: dict[str, object] = {"method": method if method in _SCATTERING else "ring_exchange"}
+        if method == "sequential":
+            dgrad = {"method": "sequential", "is_reduce_scatter": True}
+        options |= {name: dgrad for name in _COLUMN_DGRAD}
+    if not options:
         return MethodChoice(None, "")
     # A reduce-scattered dgrad leaves nothing for the wgrad, so that name is then not "kept at a default".
-    silent = _COLUMN_WGRAD if method in ("ring_exchange", "pipeline") else ()
-    kept = [name for name in USED_NAMES if name not in legal and name not in silent]
-    note = f"{method} is not legal for {', '.join(kept)}: these keep their default method" if kept else ""
-    return MethodChoice({name: {"method": method} for name in legal}, note)
+    silent = _COLUMN_WGRAD if method in _SCATTERING or backward_mode == "rs_dgrad" else ()
+    kept = [name for name in USED_NAMES if name not in options and name not in silent]
+    if method == "auto" or not kept:
+        return MethodChoice(options, "")
+    why = "not legal for" if backward_mode != "bulk" else f"not legal, or not --backward-mode {backward_mode}, for"
+    return MethodChoice(options, f"{method} is {why} {', '.join(kept)}: these keep their default method")
 
 
 @dataclass(frozen=True)

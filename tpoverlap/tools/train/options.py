@@ -12,7 +12,8 @@ import torch
 from tpoverlap.errors import BackendUnavailableError, ConfigError
 from tpoverlap.tools.train.batching import plan_steps
 from tpoverlap.tools.train.corpus import Corpus, read_corpus
-from tpoverlap.tools.train.job import DType, TrainJob
+from tpoverlap.tools.train.job import BackwardMode, DType, LayerStyle, TrainJob
+from tpoverlap.tools.train.methods import choose
 from tpoverlap.tools.train.outputs import require_writable
 from tpoverlap.tools.train.weights import ModelConfig
 from tpoverlap.tools.train.worker import torchrun_rank
@@ -41,6 +42,9 @@ class TrainOptions:
     json: Path | None = None
     plot: Path | None = None
     timeout_s: float = 120.0
+    layer_style: LayerStyle = "plain"
+    backward_mode: BackwardMode = "auto"
+    pipeline_microbatches: int = 1
 
 
 def make_job(options: TrainOptions, environ: Mapping[str, str]) -> tuple[TrainJob, Corpus]:
@@ -57,13 +61,14 @@ def make_job(options: TrainOptions, environ: Mapping[str, str]) -> tuple[TrainJo
         raise ConfigError(f"--json and --plot are both {options.json}: give two files")
     tp_size, ranks_per_host = _ranks(options.tp, environ)
     options.model.validate(tp_size)
+    choose(options.method, options.backward_mode)
     device_type, num_gpus = _device(options.device)
     dtype: DType = options.dtype or ("float32" if device_type == "cpu" or options.check_reference else "bfloat16")
     corpus = read_corpus(options.corpus)
     steps = plan_steps(
         corpus.documents,
         capacity_tokens=options.capacity,
-        num_steps=options.steps,
+        num_steps=options.steps * options.pipeline_microbatches,
         tp_size=tp_size,
         sequences_per_step=options.sequences_per_step,
         seed=options.seed,
@@ -83,6 +88,9 @@ def make_job(options: TrainOptions, environ: Mapping[str, str]) -> tuple[TrainJo
         compare_steps=min(options.compare_steps, options.steps) if options.compare else 0,
         want_gradients=options.check_reference,
         timeout_s=options.timeout_s,
+        layer_style=options.layer_style,
+        backward_mode=options.backward_mode,
+        microbatches=options.pipeline_microbatches,
     )
     return job, corpus
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpoverlap.tools.train.attention import RotaryTable, packed_causal_attention
+from tpoverlap.tools.train.attention import packed_causal_attention, rotary_table
 from tpoverlap.tools.train.batching import StepPlan
 from tpoverlap.tools.train.packing import IGNORED_TARGET, PackedBatch, pack
 from tpoverlap.tools.train.weights import ModelConfig
@@ -30,7 +30,7 @@ class ReferenceDecoder(nn.Module):
     def forward(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V]."""
         w, config = self.named_weights(), self.config
-        rotary = RotaryTable.of(batch, config.head_dim, config.rope_base)
+        rotary = rotary_table(batch, config.head_dim, config.rope_base)
         x = F.embedding(batch.tokens, w["embedding"])
         for i in range(config.layers):
             layer = f"layers.{i}."
@@ -62,22 +62,30 @@ def run_reference(
     device: torch.device,
     dtype: torch.dtype,
     learning_rate: float,
+    microbatches: int = 1,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> ReferenceRun:
-    """Train on ``steps`` from ``weights`` and return what the TP run must reproduce."""
+    """Train on ``steps`` from ``weights`` and return what the TP run must reproduce.
+
+    ``microbatches`` of ``steps`` make one step of the optimizer; their gradients add up one after another.
+    """
     model = ReferenceDecoder(config, {name: w.detach().clone() for name, w in weights.items()}).to(device, dtype)
     optimizer = make_optimizer(list(model.parameters()), learning_rate)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for index, step in enumerate(steps):
-        batch = pack(step.documents).to(device)
+    for index in range(len(steps) // microbatches):
+        group = steps[index * microbatches : (index + 1) * microbatches]
+        batches = [pack(step.documents).to(device) for step in group]
+        num_targets, total = sum(batch.num_targets for batch in batches), 0.0
         optimizer.zero_grad(set_to_none=True)
-        loss = token_loss_sum(model(batch), batch.targets) / batch.num_targets
-        loss.backward()
+        for batch in batches:
+            loss = token_loss_sum(model(batch), batch.targets) / num_targets
+            loss.backward()
+            total += loss.item()
         if index == 0:
             gradients = gradients_on_cpu(model.named_weights())
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(total)
         on_step(index)
     return ReferenceRun(tuple(losses), gradients)
 

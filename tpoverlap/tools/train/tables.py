@@ -101,6 +101,9 @@ def _summary_table(report: Report) -> Table:
     table.add_row(
         "padding", f"{report.padded_tokens} rows; symmetric allocations after set-up: {outcome.allocations_after_setup}"
     )
+    if job.microbatches > 1:
+        table.add_row("microbatches", f"{job.microbatches} a step, in 1F1B order; T above is their sum")
+    table.add_row("layers", job.layer_style)
     table.add_row("methods", ", ".join(f"{name} {method}" for name, method in outcome.methods.items()))
     if report.verdict is not None:
         worst = max(report.verdict.gradient_differences.items(), key=lambda item: item[1])

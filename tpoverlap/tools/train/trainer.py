@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,16 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tpoverlap as tpo
+from tpoverlap.testing.conformance.microbatches import one_forward_one_backward
 from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.train.decoder import TensorParallelDecoder
 from tpoverlap.tools.train.job import TrainJob
 from tpoverlap.tools.train.methods import choose
 from tpoverlap.tools.train.packing import PackedBatch
-from tpoverlap.tools.train.reference import gradients_on_cpu, make_optimizer, token_loss_sum
-from tpoverlap.tools.train.weights import unshard
+from tpoverlap.tools.train.reference import make_optimizer
+from tpoverlap.tools.train.te_decoder import TeStyleDecoder
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
+
+
+MAX_IN_FLIGHT = 4
+"""Microbatches between their forward and their backward."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,11 @@ class RankTrainer:
             capacity_shape=(job.capacity_tokens, job.model.hidden),
             dtype=job.dtype,
             device=context.device,
-            ub_cfgs=choose(method).ub_cfgs,
+            ub_cfgs=choose(method, job.backward_mode).ub_cfgs,
             max_rows_per_rank=job.capacity_tokens,  # an aligned step may give every row to one rank
         )
-        self.model = TensorParallelDecoder(
+        decoder = TeStyleDecoder if job.layer_style == "te-style" else TensorParallelDecoder
+        self.model: TeStyleDecoder | TensorParallelDecoder = decoder(
             job.model,
             full,
             self.manager,
@@ -68,17 +74,29 @@ class RankTrainer:
         )
         self.optimizer = make_optimizer(list(self.model.parameters()), job.learning_rate)
 
-    def step(self, batch: PackedBatch, partition: TokenPartition) -> StepResult:
-        """Train on ``batch`` (on the device) whose rows ``partition`` deals out. Collective."""
+    def step(self, batches: Sequence[tuple[PackedBatch, TokenPartition]]) -> StepResult:
+        """Train on microbatches (on the device) whose rows the partitions deal out, in 1F1B order. Collective.
+
+        One is a plain step. With more, up to `MAX_IN_FLIGHT` are in flight, as on the first of four pipeline stages:
+        every backward then runs while the manager's last T is another one.
+        """
         context = self.context
         rows_before = self._rows_moved()
+        num_targets = sum(batch.num_targets for batch, _ in batches)
+        own_loss = torch.zeros((), dtype=torch.float64, device=context.device)
+        in_flight: dict[int, Tensor] = {}
         dist.barrier(context.group)  # so that the time below starts together
         started = time.perf_counter()
-        with self.manager.microbatch(partition):
-            logits = self.model(batch, partition.rows(context.rank))
-            loss_sum = token_loss_sum(logits, batch.targets[partition.rows(context.rank)])
-            # A rank's loss covers its rows; dividing by everyone's targets makes the ranks' gradients add up.
-            (loss_sum / batch.num_targets).backward()
+        for phase, index in one_forward_one_backward(len(batches), min(len(batches), MAX_IN_FLIGHT) - 1):
+            if phase == "F":
+                batch, partition = batches[index]
+                with self.manager.microbatch(partition):
+                    loss_sum, own_share = self.model.losses(batch, partition)
+                # Dividing by everyone's targets, of all microbatches, makes the gradients add up.
+                in_flight[index] = loss_sum / num_targets
+                own_loss += own_share
+            else:
+                in_flight.pop(index).backward()
         tpo.sync_replicated_grads(self.model, context.group)
         self.manager.check()  # an error of this step must not reach the weights
         self.optimizer.step()
@@ -87,7 +105,7 @@ class RankTrainer:
         time_ms = (time.perf_counter() - started) * 1e3
         rows_moved = self._rows_moved() - rows_before
         return StepResult(
-            *self._over_ranks(loss_sum, batch.num_targets, time_ms),
+            *self._over_ranks(own_loss, num_targets, time_ms),
             communicated_rows=rows_moved // context.job.model.layers,
         )
 
@@ -98,12 +116,12 @@ class RankTrainer:
     def whole_gradients(self) -> dict[str, Tensor]:
         """Every gradient put together over the ranks, on rank 0; {} elsewhere. Collective."""
         context = self.context
-        mine = gradients_on_cpu(self.model.named_weights())
+        mine = self.model.shard_gradients()
         everyone: list[dict[str, Tensor]] | None = [{}] * context.job.tp_size if context.rank == 0 else None
         dist.gather_object(mine, everyone, dst=0, group=context.group)
         if everyone is None:
             return {}
-        return {name: unshard(name, [shards[name] for shards in everyone]) for name in mine}
+        return {name: self.model.unshard(name, [shards[name] for shards in everyone]) for name in mine}
 
     def close(self) -> None:
         """Release the manager."""

@@ -59,17 +59,25 @@ def autocast_recipe(own: Recipe | None) -> Recipe | None:
     return None if recipe is None else own or recipe
 
 
-def state_of(owner: torch.nn.Module, own: Recipe | None, num_weights: int, device: torch.device) -> Fp8State | None:
-    """The state for a forward of the layer ``owner``, kept as its submodule ``fp8``; None: no FP8.
+class Fp8Slot(torch.nn.Module):
+    """Where a layer keeps the `Fp8State` of one of its GEMMs.
 
-    It is made when it is first needed. (A layer that has a recipe of its own makes it at once, so that a checkpoint can
-    be loaded into it.)
+    A layer with a recipe of its own has the state at once, so that a checkpoint can be loaded into it. Else it is made
+    in the first forward inside `fp8_autocast`, and anew for another recipe.
     """
-    recipe = autocast_recipe(own)
-    if recipe is None:
-        return None
-    state = owner.fp8
-    if not isinstance(state, Fp8State) or state.recipe != recipe:
-        state = Fp8State(recipe, num_weights, device).train(owner.training)
-        owner.fp8 = state
-    return state
+
+    state: Fp8State | None
+
+    def __init__(self, own: Recipe | None, device: torch.device) -> None:
+        super().__init__()
+        self._own, self._device = own, device
+        self.state = None if own is None else Fp8State(own, 1, device)
+
+    def current(self) -> Fp8State | None:
+        """The state for a forward that starts now; None: no FP8."""
+        recipe = autocast_recipe(self._own)
+        if recipe is None:
+            return None
+        if self.state is None or self.state.recipe != recipe:
+            self.state = Fp8State(recipe, 1, self._device).train(self.training)
+        return self.state

@@ -1,0 +1,89 @@
+"""Flags, frozen weights, delayed and accumulated gradients, returned extras, and every misuse of the layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.nn import layer_ranks as ranks
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_frozen_weights_gather_nothing(rank_pool, size: int) -> None:
+    rank_pool(size).run(ranks.frozen, timeout_s=60)
+
+
+def test_flags(rank_pool) -> None:
+    rank_pool(2).run(ranks.flags, timeout_s=60)
+
+
+@pytest.mark.parametrize("save_gathered", [False, True])
+def test_nothing_saved_lies_in_the_buffer(rank_pool, save_gathered: bool) -> None:
+    rank_pool(2).run(ranks.nothing_saved_lies_in_the_buffer, save_gathered, timeout_s=60)
+
+
+def test_delayed_gradients(rank_pool) -> None:
+    for message in rank_pool(2).run(ranks.delayed_first_in_first_out, timeout_s=60):
+        assert "no backward pass waits for it" in message
+
+
+@pytest.mark.parametrize("name", ["megatron_convention", "returned", "zero_centered", "registered_later"])
+def test_option(rank_pool, name: str) -> None:
+    rank_pool(2).run(getattr(ranks, name), timeout_s=60)
+
+
+def test_unregistered(rank_pool) -> None:
+    for lines in rank_pool(2).run(ranks.unregistered_says_so_once, timeout_s=60):
+        assert len(lines) == 1 and "runs without overlap" in lines[0]
+
+
+def test_default_manager(rank_pool) -> None:
+    for message in rank_pool(2).run(ranks.default_manager, timeout_s=60):
+        assert "initialize_ub" in message and "manager=" in message
+
+
+SAYS = {
+    "bulk dgrad and rs dgrad": ("ConfigError", "ub_bulk_dgrad", "ub_overlap_rs_dgrad"),
+    "bulk wgrad and rs dgrad": ("ConfigError", "ub_bulk_wgrad", "ub_overlap_rs_dgrad"),
+    "bulk wgrad and delay": ("ConfigError", "ub_bulk_wgrad", "delay_wgrad_compute"),
+    "overlap off and a flag": ("ConfigError", "ub_tp_comm_overlap", "ub_overlap_ag"),
+    "ffn": ("ConfigError", "ffn_hidden_size=9", "tp_size=2"),
+    "features": ("ConfigError", "out_features=9", "tp_size=2"),
+    "heads": ("ConfigError", "num_attention_heads=5", "tp_size=2"),
+    "groups": ("ConfigError", "num_gqa_groups=3", "tp_size=2"),
+    "heads by groups": ("ConfigError", "num_attention_heads=6", "num_gqa_groups=4"),
+    "hidden by heads": ("ConfigError", "hidden_size=16", "num_attention_heads=6", "kv_channels"),
+    "odd rotary": ("ConfigError", "kv_channels=3"),
+    "dropout": ("ConfigError", "attention_dropout=0.1"),
+    "mask": ("ConfigError", "'arbitrary'", "padding_causal"),
+    "norm output without norm": ("ConfigError", "input_layernorm=True"),
+    "normalization": ("ConfigError", "'rmsnorm'", "RMSNorm"),
+    "activation": ("ConfigError", "'swiglue'", "swiglu"),
+    "no name": ("ConfigError", "ub_name", "mgr.register"),
+    "row norm": ("ConfigError", "parallel_mode='row'"),
+    "wrong direction": ("ConfigError", "proj_fprop", "reduce-scatter"),
+    "tp_size": ("ConfigError", "tp_size=7", "2 ranks"),
+    "cu_seqlens too short": ("ActiveShapeError", "ends at 2", "T=6"),
+    "cu_seqlens not increasing": ("ActiveShapeError", "entry 1 is 2, entry 2 2"),
+    "width": ("ActiveShapeError", "17 features", "16 was registered"),
+    "rows": ("ActiveShapeError", "4 rows", "owns 3"),
+    "whole rows": ("ActiveShapeError", "4 rows", "T=6"),
+    "vocabulary": ("ConfigError", "vocabulary of 1", "tp_size=2"),
+    "token": ("ActiveShapeError", "9 and 9", "9 entries"),
+    "tokens": ("ActiveShapeError", "3 tokens", "T=6"),
+    "tied": ("ConfigError", "[1, 16]"),
+    "target": ("ActiveShapeError", "target 4", "4 entries"),
+    "targets": ("ActiveShapeError", "[2]", "[T, 2]"),
+    "reduction": ("ConfigError", "'average'", "mean"),
+}
+
+
+@pytest.mark.parametrize("offender", [None, 1])
+def test_misuses(rank_pool, offender: int | None) -> None:
+    assert SAYS.keys() == ranks.MISUSES.keys()
+    for rank, outcomes in enumerate(rank_pool(2).run(ranks.misuses, offender, timeout_s=60)):
+        assert bool(outcomes) == (offender in (None, rank))
+        for name, outcome in outcomes.items():
+            assert outcome is not None, f"{name}: nothing was raised"
+            (classes, message), (error, *fragments) = outcome, SAYS[name]
+            assert classes[0] == error, f"{name}: {classes[0]}: {message}"
+            assert all(fragment in message for fragment in fragments), f"{name}: {message}"

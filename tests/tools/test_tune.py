@@ -1,0 +1,208 @@
+"""The search of ``tpoverlap tune``: what wins, what must be confirmed, budget, resumption, the file that it writes."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpoverlap.config import check, resolve
+from tpoverlap.errors import ConfigError
+from tpoverlap.tools.predict.tokens import parse_tokens
+from tpoverlap.tools.tune.decide import Result, beats, row_of, slowest, winner
+from tpoverlap.tools.tune.job import Ask, Bucket, TuneJob
+from tpoverlap.tools.tune.lengths import read_lengths
+from tpoverlap.tools.tune.output import by_name, cache_entries, yaml_text
+from tpoverlap.tools.tune.session import Outcome, tune
+from tpoverlap.tools.tune.state import State
+from tpoverlap.tuning import Candidate, entry_key
+from tpoverlap.tuning.layer import LayerShape
+
+LAYER = LayerShape(8192, 28672, 2, 64, 8, gated=True)
+JOB = TuneJob(LAYER, parse_tokens("512:8192"), (), "cuda", 3, 60.0)
+MACHINE = {"device": "toy", "multiprocessors": 132}
+TIMES = st.lists(st.lists(st.floats(1.0, 1e4), min_size=2, max_size=2), min_size=2, max_size=5)
+
+
+class Fake:
+    """Times by method, on both ranks; counts its runs. ``again``: what a run of two candidates says instead."""
+
+    def __init__(self, times: dict[str, float], again: dict[str, float] | None = None) -> None:
+        self.times, self.again, self.asked = times, again or {}, []
+
+    def __call__(self, ask: Ask) -> list[list[list[float]]]:
+        self.asked: list[Ask]
+        self.asked.append(ask)
+        alone = len(ask.candidates) == 2 and ask.candidates[0].method != "sequential"
+        by_method = self.times | (self.again if alone else {})
+        rows = [[by_method[str(one)] * (1 + index) for index in range(len(ask.tokens))] for one in ask.candidates]
+        return [rows, [[value * 0.9 for value in row] for row in rows]]
+
+
+RING_BEST = {"sequential": 20.0, "ring_exchange": 10.0, "pipeline 2": 15.0, "pipeline 4": 16.0, "bulk": 12.0}
+SEQUENTIAL_BEST = RING_BEST | {"sequential": 5.0}
+PIPELINE_BEST = RING_BEST | {"pipeline 2": 8.0}
+
+
+def search(tmp_path: Path, measure: Any, budget_s: float = 1e9, clock: Callable[[], float] = lambda: 0.0) -> Outcome:
+    state = State(tmp_path / "state.json", JOB.key(MACHINE))
+    return tune(
+        JOB, JOB.buckets(132), measure, state, budget_s=budget_s, listen=lambda done, total, what: None, clock=clock
+    )
+
+
+def test_buckets_cover_the_range_and_share_shapes() -> None:
+    buckets = JOB.buckets(132)
+    assert [bucket.high for bucket in buckets] == sorted((bucket.high for bucket in buckets), reverse=True)
+    names = {name for bucket in buckets for name in bucket.names}
+    assert names == set(LAYER.problems())
+    for name in names:
+        mine = sorted((bucket for bucket in buckets if name in bucket.names), key=lambda bucket: bucket.high)
+        assert mine[0].low == 511 and mine[-1].high == 8192
+        assert all(one.high == other.low for one, other in zip(mine, mine[1:], strict=False))  # noqa: RUF007
+        for bucket in mine:
+            assert all(bucket.low < tokens <= bucket.high for tokens in bucket.tokens)
+            assert bucket.candidates[0].method == "sequential"
+            assert bucket.candidates[bucket.default].method in ("ring_exchange", "bulk")
+    plain = TuneJob(LayerShape(8192, 28672, 2), parse_tokens("512:8192"), (), "cuda", 3, 60.0)
+    shared = next(bucket for bucket in plain.buckets(132) if "fc1_fprop" in bucket.names)
+    assert set(shared.names) == {"fc1_fprop", "fc2_dgrad"}, "one measurement for one shape"
+    assert len({bucket.key for bucket in buckets}) == len(buckets)
+
+
+def test_lengths_say_which_buckets_matter(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([600, 610, 8000]))
+    lengths = read_lengths(path)
+    job = TuneJob(LAYER, parse_tokens("600:8000"), lengths, "cuda", 3, 60.0)
+    buckets = [bucket for bucket in job.buckets(132) if "qkv_fprop" in bucket.names]
+    assert {bucket.tokens for bucket in buckets} == {(600, 610), (8000,)}, "no bucket without a T"
+    path.write_text(json.dumps({"steps": [{"active_tokens": 5}, {"active_tokens": 9}]}))
+    assert read_lengths(path) == (5, 9)
+    for text in ("{", "[]", "[0]", "[true]", '["5"]', "{}", '{"steps": 3}', "5"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="--tokens-from"):
+            read_lengths(path)
+
+
+@given(TIMES, st.integers(0, 1))
+def test_a_winner_is_slower_nowhere(times: list[list[float]], default: int) -> None:
+    won = winner(times, default)
+    assert all(one <= other for one, other in zip(times[won], times[default], strict=True))
+    assert won == default or beats(times[won], times[default])
+    assert winner([times[default]], 0) == 0
+
+
+def test_beats() -> None:
+    assert beats([9.0, 9.0], [10.0, 10.0]) and not beats([9.95, 10.0], [10.0, 10.0]), "half a percent is noise"
+    assert not beats([1.0, 10.1], [10.0, 10.0]), "slower at one T"
+    assert slowest([[[1.0, 5.0]], [[2.0, 4.0]]]) == [[2.0, 5.0]]
+
+
+def test_the_default_needs_no_confirmation(tmp_path: Path) -> None:
+    fake = Fake(RING_BEST)
+    outcome = search(tmp_path, fake)
+    assert outcome.is_complete and len(fake.asked) == len(outcome.buckets)
+    for bucket in outcome.buckets:
+        result = outcome.result(bucket)
+        assert result is not None and result.chosen == bucket.default and result.confirmation is None
+
+
+@pytest.mark.parametrize(
+    ("again", "chosen"),
+    [({}, "sequential"), ({"sequential": 10.0}, "ring_exchange"), ({"sequential": 11.0}, "ring_exchange")],
+)
+def test_a_winner_is_confirmed_or_the_default_is_written(tmp_path: Path, again: dict[str, float], chosen: str) -> None:
+    fake = Fake(SEQUENTIAL_BEST, again)
+    outcome = search(tmp_path, fake)
+    bucket = next(one for one in outcome.buckets if "qkv_fprop" in one.names)
+    result = outcome.result(bucket)
+    assert result is not None and bucket.candidates[result.won].method == "sequential"
+    assert result.confirmation is not None and row_of(bucket, result).candidate.method == chosen
+    runs = [ask for ask in fake.asked if ask.kind == "gather" and ask.tokens == bucket.tokens]
+    assert [one.method for one in runs[1].candidates] == ["ring_exchange", "sequential"], "default and winner alone"
+
+
+def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
+    fake = Fake(PIPELINE_BEST)
+
+    def breaking(ask: Ask) -> Sequence[Any]:
+        if len(fake.asked) == 5:
+            raise KeyboardInterrupt
+        return fake(ask)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path, breaking)
+    first = State(tmp_path / "state.json", JOB.key(MACHINE)).results
+    assert 0 < len(first) <= 5
+    rest = Fake(PIPELINE_BEST)
+    outcome = search(tmp_path, rest)
+    assert outcome.is_complete and all(outcome.results[key] == one for key, one in first.items())
+    whole = Fake(PIPELINE_BEST)
+    (tmp_path / "other").mkdir()
+    assert search(tmp_path / "other", whole).results == outcome.results
+    assert len(rest.asked) < len(whole.asked), "what had been measured was not measured again"
+
+
+def test_the_budget_ends_it(tmp_path: Path) -> None:
+    seconds = iter(range(1000))
+    outcome = search(tmp_path, Fake(RING_BEST), budget_s=4.0, clock=lambda: float(next(seconds)))
+    assert outcome.num_measured == 3 and not outcome.is_complete
+    assert max(bucket.high for bucket in outcome.buckets) == 8192
+    assert all(outcome.result(one) for one in outcome.buckets[:3]), "the largest T first"
+    text = yaml_text(JOB, MACHINE, outcome)
+    assert "not measured, the time budget was used up" in text and f"3 of {len(outcome.buckets)} buckets" in text
+    assert cache_entries(outcome) == {}, "half a shape is not for the cache"
+    assert search(tmp_path, Fake(RING_BEST)).is_complete
+    assert search(tmp_path, Fake(RING_BEST), budget_s=0.0).is_complete, "nothing left to do"
+
+
+def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    search(tmp_path, Fake(RING_BEST))
+    path = tmp_path / "state.json"
+    with pytest.raises(ConfigError, match=r"belongs to another tuning run.*dtype.*--restart"):
+        State(path, JOB.key(MACHINE) | {"dtype": "fp32"})
+    assert State(path, JOB.key(MACHINE) | {"dtype": "fp32"}, restart=True).results == {}
+    for text in ("{", "[]", json.dumps({"format": 1, "key": {}, "results": {"a": {}}})):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="no state file of tpoverlap tune"):
+            State(path, JOB.key(MACHINE))
+    assert Result.from_dict(Result(((1.0,),), 0, 0, ((1.0,), (2.0,))).to_dict()).confirmation == ((1.0,), (2.0,))
+
+
+@pytest.mark.parametrize("times", [RING_BEST, SEQUENTIAL_BEST, PIPELINE_BEST])
+def test_the_file_is_read_by_us_and_by_transformer_engine(tmp_path: Path, times: dict[str, float]) -> None:
+    outcome = search(tmp_path, Fake(times))
+    path = tmp_path / "ub.yaml"
+    path.write_text(yaml_text(JOB, MACHINE, outcome))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolved = resolve(path, 2)
+    assert not [note for note in check(path, 2) if note.level in ("error", "warning")]
+    for name, buckets in by_name(outcome).items():
+        entry = resolved.extras["by_tokens"][name]
+        assert entry["instead_of"] == resolved.names[name].method, "so that the rows decide here"
+        assert entry["features"] == buckets[0].problem.features and entry["width"] == 8192
+        assert [row["up_to"] for row in entry["rows"]] == [bucket.high for bucket in buckets]
+        for row, bucket in zip(entry["rows"], buckets, strict=True):
+            assert row["method"] == row_of(bucket, outcome.result(bucket)).candidate.method
+            assert row["time_us"] > 0 and row["sequential_us"] > 0
+    assert resolved.names["proj_fprop"].method == ("pipeline" if times is PIPELINE_BEST else "ring_exchange")
+    text = path.read_text()
+    assert "sequential " in text and "us at T = " in text, "the figures stand beside the choices"
+    assert ("confirmed" in text) == (times is not RING_BEST)
+    entries = cache_entries(outcome)
+    assert entry_key(LAYER.problems()["fc1_wgrad"]) in entries and len(entries) == 10
+
+
+def test_a_bucket_without_a_result_keeps_the_default() -> None:
+    bucket: Bucket = JOB.buckets(132)[0]
+    row = row_of(bucket, None)
+    assert row.candidate == bucket.candidates[bucket.default] and row.time_us is None
+    assert isinstance(row.candidate, Candidate)

@@ -1,0 +1,158 @@
+"""nn.LayerNormMLP: norm on the shard, column-parallel fc1, activation, row-parallel fc2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpoverlap.gemm.fp8 import Recipe
+from tpoverlap.nn.activation import activate, is_gated, require_activation
+from tpoverlap.nn.fp8_context import Fp8Slot
+from tpoverlap.nn.layer_norm_linear import Output
+from tpoverlap.nn.layer_view import OverlapFlags
+from tpoverlap.nn.norm import NormOptions
+from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
+from tpoverlap.nn.parameters import (
+    InitMethod,
+    divided,
+    draw_shard,
+    empty_parameter,
+    resolve_manager,
+    uniform_by_fan_in,
+)
+from tpoverlap.tokens import TokenPartition
+
+if TYPE_CHECKING:
+    from tpoverlap.manager import UserBufferManager
+
+
+class LayerNormMLP(ParallelLayer):
+    """y = act(norm(x) W1^T + b1) W2^T + b2: x_shard [T_r, H] -> y_shard [T_r, H]. F = ffn_hidden_size.
+
+    ======================  ==============================  ==================================================
+    parameter               shape on rank r
+    ======================  ==============================  ==================================================
+    ``layer_norm_weight``   [H]                             replicated: call `sync_replicated_grads`
+    ``layer_norm_bias``     [H]; None for RMSNorm           replicated, as above
+    ``fc1_weight``          [F / R, H]                      rows r * F/R .. of the full weight
+    (gated activation)      [2 F / R, H]                    rows r * F/R .. of the gate, then those of up
+    ``fc1_bias``            [F / R], [2 F / R] or None      as the weight's rows
+    ``fc2_weight``          [H, F / R]                      columns r * F/R .. of the full weight
+    ``fc2_bias``            [H] or None                     replicated, as above
+    ======================  ==============================  ==================================================
+
+    Gate and up are one weight: one GEMM instead of two behind the gather, one instead of two in dgrad and in wgrad.
+
+    Args:
+        hidden_size, ffn_hidden_size: H and F of the full layer.
+        activation: see `tpoverlap.nn.activation`.
+        init_method, output_layer_init_method: of fc1's and fc2's weight; None: as ``torch.nn.Linear``.
+        return_bias: return (y without fc2's bias, that bias).
+        ub_names: layer names of fc1 and fc2.
+        Others: as `LayerNormLinear`.
+
+    Raises:
+        ConfigError: as `LayerNormLinear`; ``ffn_hidden_size`` is not divisible by R; unknown ``activation``.
+    """
+
+    layer_norm_weight: torch.nn.Parameter
+    layer_norm_bias: torch.nn.Parameter | None
+    fc1_bias: torch.nn.Parameter | None
+    fc2_bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        zero_centered_gamma: bool = False,
+        sequence_parallel: bool = True,
+        manager: UserBufferManager | None = None,
+        ub_names: tuple[str, str] = ("fc1", "fc2"),
+        tp_group: Any = None,
+        tp_size: int | None = None,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        save_gathered: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        ub_overlap_ag: bool | None = None,
+        ub_overlap_rs: bool | None = None,
+        ub_overlap_rs_dgrad: bool | None = None,
+        ub_bulk_dgrad: bool | None = None,
+        ub_bulk_wgrad: bool | None = None,
+        fp8_recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        require_activation(activation)
+        self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
+        self.manager = resolve_manager(manager, tp_group, tp_size)
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self._init_methods = (init_method, output_layer_init_method)
+        self._norm = NormOptions(hidden_size, eps, normalization, zero_centered_gamma)
+        flags = OverlapFlags(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
+        options = GemmOptions(
+            self.manager, sequence_parallel, flags, save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute
+        )
+        self.fc1_fp8, self.fc2_fp8 = (Fp8Slot(fp8_recipe, self.manager.device) for _ in range(2))
+        self._gemms = (
+            options.gemm(ub_names[0], row=False, fp8=self.fc1_fp8),
+            options.gemm(ub_names[1], row=True, fp8=self.fc2_fp8),
+        )
+        features = divided(f"{ub_names[0]}: ffn_hidden_size", ffn_hidden_size, self.manager)
+        fc1_rows = 2 * features if is_gated(activation) else features
+
+        def parameter(*shape: int, replicated: bool = False) -> torch.nn.Parameter:
+            return empty_parameter(shape, self.manager, device, params_dtype, replicated=replicated)
+
+        self._norm.add_parameters(self, self.manager, device, params_dtype, sequence_parallel=sequence_parallel)
+        self.fc1_weight = parameter(fc1_rows, hidden_size)
+        self.register_parameter("fc1_bias", parameter(fc1_rows) if bias else None)
+        self.fc2_weight = parameter(hidden_size, features)
+        self.register_parameter("fc2_bias", parameter(hidden_size, replicated=sequence_parallel) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weights by their init methods, the norm the identity scale, the biases zero."""
+        fc1_init, fc2_init = self._init_methods
+        self._norm.reset(self)
+        draw_shard(self.fc1_weight, self.manager, fc1_init or uniform_by_fan_in(self.hidden_size))
+        draw_shard(self.fc2_weight, self.manager, fc2_init or uniform_by_fan_in(self.ffn_hidden_size))
+        for bias in (self.fc1_bias, self.fc2_bias):
+            if bias is not None:
+                torch.nn.init.zeros_(bias)
+
+    def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> Output:
+        """[T_r, H] -> [T_r, H]; with ``return_bias`` and ``return_layernorm_output`` (y, bias, norm(x))."""
+        fc1, fc2 = self._gemms
+        normed = self._norm(x, self.layer_norm_weight, self.layer_norm_bias)
+        h, gathered = fc1.column(
+            normed, self.fc1_weight, self.fc1_bias, partition, return_gathered=self.return_layernorm_output_gathered
+        )
+        activated = activate(self.activation, h)
+        y = fc2.row_parallel(activated, self.fc2_weight, None if self.return_bias else self.fc2_bias, partition)
+        extras: tuple[torch.Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
+        if self.return_layernorm_output:
+            extras = (*extras, gathered if self.return_layernorm_output_gathered else normed)
+        return (y, *extras) if extras else y
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(module)``."""
+        names = [gemm.ub_name for gemm in self._gemms]
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation!r}, "
+            f"bias={self.fc1_bias is not None}, normalization={self._norm.normalization!r}, ub_names={names}, "
+            f"tp_size={self.manager.tp_size}"
+        )

@@ -1,0 +1,85 @@
+"""Parameters of layers: how they are made, marked and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpoverlap.default_manager import default_manager
+from tpoverlap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tpoverlap.manager import UserBufferManager
+
+InitMethod = Callable[[torch.Tensor], object]
+
+
+def resolve_manager(
+    manager: UserBufferManager | None, tp_group: object = None, tp_size: int | None = None
+) -> UserBufferManager:
+    """``manager``, or the default one; ``tp_group`` and ``tp_size``, where given, have to be its.
+
+    Raises:
+        NotInitializedError: there is none. ConfigError: it belongs to another group.
+    """
+    resolved = default_manager() if manager is None else manager
+    if tp_size is not None and tp_size != resolved.tp_size:
+        raise ConfigError(
+            f"tp_size={tp_size}, but the manager's group has {resolved.tp_size} ranks; leave tp_size out or pass that "
+            "group's manager"
+        )
+    if tp_group is not None and tp_group is not resolved.group and getattr(tp_group, "get_group", None) is None:
+        raise ConfigError("tp_group is not the group of the manager; pass the manager of that group as manager=")
+    return resolved
+
+
+def divided(what: str, size: int, manager: UserBufferManager) -> int:
+    """``size / R``. Raises ConfigError, with both numbers, if that is no whole number of at least 1."""
+    if size < 1 or size % manager.tp_size:
+        raise ConfigError(f"{what}={size} is not divisible by tp_size={manager.tp_size}")
+    return size // manager.tp_size
+
+
+def empty_parameter(
+    shape: Sequence[int],
+    manager: UserBufferManager,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    *,
+    replicated: bool = False,
+) -> torch.nn.Parameter:
+    """An uninitialised parameter. ``replicated``: every rank holds it whole but sees its own rows' gradient only, so
+    it carries Megatron's flag ``sequence_parallel``, which `sync_replicated_grads` reads.
+    """
+    parameter = torch.nn.Parameter(
+        torch.empty(
+            *shape,
+            device=manager.device if device is None else device,
+            dtype=manager.dtype if dtype is None else dtype,
+        )
+    )
+    if replicated:
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]  # see above
+    return parameter
+
+
+def draw_shard(weight: torch.nn.Parameter, manager: UserBufferManager, init: InitMethod) -> None:
+    """Fill this rank's part of a cut weight by ``init``, from a seed of its own.
+
+    (A seed that is the same on every rank is what replicated parameters need; the shards must not follow it.)
+    """
+    if weight.device.type == "meta":
+        return
+    seed = int(torch.randint(2**62, ()).item()) + manager.rank
+    devices = [weight.device] if weight.is_cuda else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        torch.manual_seed(seed)
+        init(weight)
+
+
+def uniform_by_fan_in(fan_in: int) -> InitMethod:
+    """As ``torch.nn.Linear``: uniform within 1 / sqrt(fan_in) of the *full* layer."""
+    bound = fan_in**-0.5
+    return lambda weight: torch.nn.init.uniform_(weight, -bound, bound)

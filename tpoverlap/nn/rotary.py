@@ -1,0 +1,29 @@
+"""Rotary positions over packed sequences, on whole rows [T, heads, d] of this rank's heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """cos and sin of every row's angles, float32 [T, 1, d/2]: make it once a microbatch, for all layers."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, head_dim: int, base: float = 10_000.0) -> RotaryTable:
+        """Angles of ``positions`` [T] (`PackedSequences.positions`): pair i turns by position * base^(-2i/d)."""
+        exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+        angles = positions.to(torch.float32)[:, None] * base**-exponent
+        return cls(angles.cos()[:, None, :], angles.sin()[:, None, :])
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """[T, heads, d] -> the same shape and dtype, feature i turned together with feature i + d/2 (as in Llama)."""
+        first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(turned, dim=-1).to(x.dtype)

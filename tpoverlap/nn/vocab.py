@@ -1,0 +1,232 @@
+"""The vocabulary's two ends, cut along the vocabulary: embedding and head.
+
+===================  ==========================================  ================================================
+                     forward                                     backward
+===================  ==========================================  ================================================
+embedding            own rows of the table, zeros for the        all-gather of dy, then add to own rows
+                     others' tokens; reduce-scatter [T,H]
+                     -> [T_r,H]
+head                 as `tpoverlap.nn.column`: all-gather +      as `tpoverlap.nn.column`
+                     GEMM, [T_r,H] -> [T,V_r]
+===================  ==========================================  ================================================
+
+V_r: the vocabulary's rows of rank r, ``TokenPartition.balanced(V, R)``: V need not be divisible by R (the first V mod R
+ranks have one more). Losses: `vocab_parallel_cross_entropy`, which never gathers the logits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tpoverlap.communicator import CommOverlap, LayerCommunicators
+from tpoverlap.errors import ActiveShapeError, ConfigError
+from tpoverlap.nn.layer_view import OverlapFlags
+from tpoverlap.nn.parallel_gemm import ParallelGemm
+from tpoverlap.nn.parallel_layer import ParallelLayer
+from tpoverlap.nn.parameters import InitMethod, draw_shard, empty_parameter, resolve_manager, uniform_by_fan_in
+from tpoverlap.nn.recompute import note_shape
+from tpoverlap.overlap import gather_beside, scatter_beside
+from tpoverlap.tokens import TokenPartition
+
+if TYPE_CHECKING:
+    from tpoverlap.manager import UserBufferManager
+
+
+def vocabulary_rows(vocab_size: int, manager: UserBufferManager) -> slice:
+    """This rank's rows of the vocabulary. Raises ConfigError when a rank would have none."""
+    if vocab_size < manager.tp_size:
+        raise ConfigError(f"a vocabulary of {vocab_size} leaves a rank of tp_size={manager.tp_size} without a row")
+    return TokenPartition.balanced(vocab_size, manager.tp_size).rows(manager.rank)
+
+
+class VocabParallelEmbedding(torch.nn.Module):
+    """tokens [T] -> x_shard [T_r, H]. ``weight`` [V_r, H]: rows of this rank's part of the vocabulary.
+
+    Args:
+        num_embeddings, embedding_dim: V and H of the full table.
+        sequence_parallel: only True: without it, sum the rows with an embedding of your own.
+        ub_name: a registered name of width H (``mgr.register("embedding", width=H)``); else it runs without overlap,
+            which costs little: there is no GEMM to hide behind.
+        init_method: fills this rank's weight; None: as ``torch.nn.Embedding``.
+        Others: as `Linear`.
+
+    Raises:
+        ConfigError: fewer rows than ranks.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        manager: UserBufferManager | None = None,
+        ub_name: str = "embedding",
+        tp_group: Any = None,
+        tp_size: int | None = None,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.ub_name = num_embeddings, embedding_dim, ub_name
+        self.manager = resolve_manager(manager, tp_group, tp_size)
+        self.vocabulary = vocabulary_rows(num_embeddings, self.manager)
+        shape = (self.vocabulary.stop - self.vocabulary.start, embedding_dim)
+        self.weight = empty_parameter(shape, self.manager, device, params_dtype)
+        draw_shard(self.weight, self.manager, init_method or torch.nn.init.normal_)
+
+    @property
+    def comm(self) -> LayerCommunicators:
+        """Its communicators."""
+        return self.manager.layer(self.ub_name, row=True)
+
+    def forward(self, tokens: torch.Tensor, partition: TokenPartition | None = None) -> torch.Tensor:
+        """Tokens [T] of all ranks, the same on each -> the embeddings of own rows, [T_r, H].
+
+        Raises:
+            ActiveShapeError: ``tokens`` is not a 1-D integer tensor of the active T entries in the vocabulary (values
+                are looked at on the CPU only).
+        """
+        comm = self.comm.fprop
+        resolved = self._require_tokens(tokens, partition)
+        x: torch.Tensor = _Embed.apply(comm, resolved, tokens, self.weight, self.vocabulary)  # type: ignore[no-untyped-call]
+        return x
+
+    def _require_tokens(self, tokens: torch.Tensor, partition: TokenPartition | None) -> TokenPartition:
+        name, manager = self.ub_name, self.manager
+        if tokens.dim() != 1 or tokens.dtype not in (torch.int32, torch.int64):
+            raise ActiveShapeError(f"{name}: tokens must be 1-D integers, got {list(tokens.shape)} {tokens.dtype}")
+        note_shape(manager.active)
+        active = self.comm.fprop.partition if partition is None else manager.active.parse(None, partition)
+        resolved = TokenPartition.balanced(tokens.shape[0], manager.tp_size) if active is None else active
+        if resolved.total != tokens.shape[0]:
+            raise ActiveShapeError(
+                f"{name}: {tokens.shape[0]} tokens, but the active shape says T={resolved.total}; every rank takes the "
+                "tokens of all ranks"
+            )
+        self.comm.fprop.require_capacity(resolved)
+        if tokens.device.type == "cpu":
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.num_embeddings:
+                raise ActiveShapeError(
+                    f"{name}: tokens lie between {low} and {high}, the vocabulary has {self.num_embeddings} entries"
+                )
+        return resolved
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(module)``."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, rows {self.vocabulary.start}..{self.vocabulary.stop}"
+
+
+class _Embed(torch.autograd.Function):
+    """See the table above. Saved: the tokens' rows in the own table."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        comm: CommOverlap,
+        partition: TokenPartition,
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+        vocabulary: slice,
+    ) -> torch.Tensor:
+        rows = tokens.long() - vocabulary.start
+        elsewhere = (rows < 0) | (rows >= weight.shape[0])
+        found = weight[rows.masked_fill(elsewhere, 0)].masked_fill_(elsewhere[:, None], 0)
+        out = found.new_empty(partition.counts[comm.manager.rank], weight.shape[1])
+        operation = comm.manager.operation(comm, partition, scatter=True, beside=True)
+        scatter_beside(operation, found, lambda: None, out)
+        ctx.comm, ctx.partition, ctx.num_rows = comm, partition, weight.shape[0]
+        ctx.save_for_backward(rows.masked_fill_(elsewhere, weight.shape[0]))
+        return out
+
+    @staticmethod
+    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (rows,) = ctx.saved_tensors
+        comm: CommOverlap = ctx.comm
+        found: list[torch.Tensor] = []
+
+        def add(dy: torch.Tensor) -> None:
+            # torch's own backward adds in float32; the row behind the table is where others' tokens went.
+            padding = ctx.num_rows
+            found.append(torch.ops.aten.embedding_dense_backward(dy, rows, padding + 1, padding, False)[:padding])
+
+        operation = comm.manager.operation(comm, ctx.partition, scatter=False, beside=True)
+        gather_beside(operation, grads[0].contiguous(), lambda: None, add)
+        return None, None, None, found[0], None
+
+
+class VocabParallelHead(ParallelLayer):
+    """x_shard [T_r, H] -> logits [T, V_r] of this rank's part of the vocabulary: one large all-gather GEMM.
+
+    ``weight`` [V_r, H]; its rows are those of `VocabParallelEmbedding`, so the two may share one parameter.
+
+    Args:
+        hidden_size, vocab_size: H and V.
+        weight: an existing parameter [V_r, H] to use (tied embeddings); None: a new one.
+        ub_name: a registered name of width H (``mgr.register("lm_head", width=H)``).
+        Others: as `Linear`.
+
+    Raises:
+        ConfigError: fewer rows than ranks; ``weight`` has another shape; as `Linear`.
+    """
+
+    weight: torch.nn.Parameter
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        weight: torch.nn.Parameter | None = None,
+        manager: UserBufferManager | None = None,
+        ub_name: str = "lm_head",
+        sequence_parallel: bool = True,
+        tp_group: Any = None,
+        tp_size: int | None = None,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        save_gathered: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        ub_overlap_ag: bool | None = None,
+        ub_overlap_rs_dgrad: bool | None = None,
+        ub_bulk_dgrad: bool | None = None,
+        ub_bulk_wgrad: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.manager = resolve_manager(manager, tp_group, tp_size)
+        self.vocabulary = vocabulary_rows(vocab_size, self.manager)
+        gemm = ParallelGemm(
+            self.manager,
+            ub_name,
+            row=False,
+            sequence_parallel=sequence_parallel,
+            flags=OverlapFlags(ub_overlap_ag, None, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad),
+            save_gathered=save_gathered,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        self._gemms = (gemm,)
+        shape = (self.vocabulary.stop - self.vocabulary.start, hidden_size)
+        if weight is None:
+            self.weight = empty_parameter(shape, self.manager, device, params_dtype)
+            draw_shard(self.weight, self.manager, init_method or uniform_by_fan_in(hidden_size))
+        else:
+            if weight.shape != shape:
+                raise ConfigError(f"{ub_name}: weight is {list(weight.shape)}, this rank's part is {list(shape)}")
+            self.weight = weight
+
+    def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> torch.Tensor:
+        """[T_r, H] -> [T, V_r]."""
+        return self._gemms[0].column(x, self.weight, None, partition)[0]
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(module)``."""
+        return f"{self.hidden_size}, {self.vocab_size}, rows {self.vocabulary.start}..{self.vocabulary.stop}"

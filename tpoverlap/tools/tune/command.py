@@ -1,0 +1,163 @@
+"""``tpoverlap tune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tpoverlap.errors import BackendUnavailableError, ConfigError, TpOverlapError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tpoverlap.testing import RankPool
+    from tpoverlap.tools.tune.job import TuneJob
+    from tpoverlap.tools.tune.session import Outcome
+
+_SIZE = click.IntRange(1, 2**31 - 1)
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command(short_help="Measure which method is best for each GEMM and T on the devices of this host.")
+@click.option("--hidden", type=_SIZE, required=True, help="H, the model's hidden size.")
+@click.option("--ffn", type=_SIZE, required=True, help="F, the MLP's inner width.")
+@click.option("--heads", type=_SIZE, required=True, help="Attention heads.")
+@click.option("--kv-heads", type=_SIZE, help="Heads of keys and values; default as many as --heads.")
+@click.option("--gated", is_flag=True, help="fc1 computes a gate as well (SwiGLU): twice the columns.")
+@click.option("--tokens", metavar="T[,T..]|A:B", help="Tokens of the TP group: some T, or a range in buckets.")
+@click.option(
+    "--tokens-from", type=_FILE, metavar="LENGTHS.json", help="T of a recorded run: a list, or train's --json."
+)
+@click.option("-o", "--output", type=_FILE, required=True, metavar="UB.yaml", help="Where the configuration goes.")
+@click.option("--tp", "tp_size", type=click.IntRange(2, 64), default=2, show_default=True, help="R, ranks to start.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="[default: bf16 on cuda, fp32 on cpu]")
+@click.option("--minutes", type=click.FloatRange(min=0), default=10.0, show_default=True, help="Begin nothing after.")
+@click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each interleaved run.")
+@click.option("--restart", is_flag=True, help="Forget what an interrupted run measured.")
+@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="[default: the user's cache]")
+@click.option("--no-cache", is_flag=True, help="Write the file only.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=5), default=120.0, show_default=True, metavar="S",
+              help="Seconds after which a silent rank counts as hung.")  # fmt: skip
+def tune(
+    output: Path,
+    minutes: float,
+    restart: bool,
+    cache_dir: Path | None,
+    no_cache: bool,
+    **options: Any,
+) -> None:
+    """Measure every GEMM of a layer by every method, for buckets of T, and write what wins.
+
+    Each bucket's candidates run in turn on all ranks. A winner other than the default is measured against it once more,
+    and the default is written unless it wins again. An interrupted run, or one whose --minutes were used up, goes on
+    from UB.yaml.state.json when it is started again.
+    """
+    from rich.console import Console
+
+    from tpoverlap.testing import RankFailure
+    from tpoverlap.tools.train.outputs import require_writable
+    from tpoverlap.tuning import cache_folder
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    try:
+        job = _job(options)
+        require_writable(output, "-o")
+        folder = None if no_cache else cache_folder(cache_dir)
+        _tune(job, output, minutes, restart, folder, console)
+    except (ConfigError, BackendUnavailableError) as error:
+        raise click.UsageError(str(error)) from error
+    except (TpOverlapError, RankFailure) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _job(options: dict[str, Any]) -> TuneJob:
+    from tpoverlap.tools.predict.tokens import parse_tokens
+    from tpoverlap.tools.tune.job import TuneJob
+    from tpoverlap.tools.tune.lengths import read_lengths
+    from tpoverlap.tuning.layer import LayerShape
+
+    if (options["tokens"] is None) == (options["tokens_from"] is None):
+        raise ConfigError("give --tokens or --tokens-from, one of them")
+    lengths = () if options["tokens_from"] is None else read_lengths(options["tokens_from"])
+    tokens = parse_tokens(f"{min(lengths)}:{max(lengths)}" if lengths else options["tokens"])
+    device = options["device"]
+    dtype = options["dtype"] or ("bf16" if device == "cuda" else "fp32")
+    sizes = (options["hidden"], options["ffn"], options["tp_size"], options["heads"], options["kv_heads"])
+    layer = LayerShape(*sizes, options["gated"], dtype)
+    if device == "cuda":
+        _require_gpus(layer.tp_size, options)
+    return TuneJob(layer, tokens, lengths, device, options["rounds"], options["timeout_s"])
+
+
+def _require_gpus(tp_size: int, options: dict[str, Any]) -> None:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count >= tp_size:
+        return
+    tokens = options["tokens"] or "A:B"
+    raise ConfigError(
+        f"tune measures on this host's GPUs: --tp {tp_size} needs as many, torch sees {count}. Without them ask "
+        f"the cost model: tpoverlap predict --hidden {options['hidden']} --ffn {options['ffn']} --tp {tp_size} "
+        f"--tokens {tokens} --gpu h200; or measure this machine's processors with --device cpu"
+    )
+
+
+def _tune(job: TuneJob, output: Path, minutes: float, restart: bool, folder: Path | None, console: Console) -> None:
+    from tpoverlap.testing import RankPool
+    from tpoverlap.tools.tune.measure import describe
+    from tpoverlap.tools.tune.output import cache_entries, yaml_text
+    from tpoverlap.tools.tune.state import State
+    from tpoverlap.tools.tune.tables import show
+    from tpoverlap.tuning import write_entries
+
+    with RankPool(job.layer.tp_size, device=job.device_type) as pool:
+        machine = pool.run(describe, job.device_type, timeout_s=job.timeout_s)[0]
+        state = State(output.with_name(output.name + ".state.json"), job.key(machine), restart=restart)
+        outcome = _search(job, machine, pool, state, 60.0 * minutes, console)
+    output.write_text(yaml_text(job, machine, outcome), encoding="utf-8")
+    _read_back(output, job.layer.tp_size)
+    console.print(f"wrote {output}")
+    show(console, outcome)
+    if folder is not None and (entries := cache_entries(outcome)):
+        console.print(f"wrote {write_entries(folder, machine, entries)}: managers on this machine read it")
+    if outcome.is_complete:
+        state.forget()
+    else:
+        console.print(
+            f"{outcome.num_measured} of {len(outcome.buckets)} buckets measured within --minutes {minutes:g}; the same "
+            "command goes on from there"
+        )
+
+
+def _search(
+    job: TuneJob, machine: dict[str, Any], pool: RankPool, state: Any, budget_s: float, console: Console
+) -> Outcome:
+    from tpoverlap.tools.tune.measure import measure
+    from tpoverlap.tools.tune.session import tune as search
+    from tpoverlap.tools.tune.tables import progress_bar
+
+    buckets = job.buckets(machine.get("multiprocessors", 1))
+    with progress_bar(console) as listen:
+        return search(
+            job,
+            buckets,
+            lambda ask: pool.run(measure, ask, timeout_s=10 * job.timeout_s),
+            state,
+            budget_s=budget_s,
+            listen=listen,
+        )
+
+
+def _read_back(output: Path, tp_size: int) -> None:
+    """What was written must be a configuration; a fault here is this program's, so it is loud."""
+    import warnings
+
+    from tpoverlap.config import resolve
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resolve(output, tp_size)

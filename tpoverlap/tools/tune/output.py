@@ -1,0 +1,81 @@
+"""The file that ``-o`` names: options that Transformer Engine reads too, then our section by T with its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from tpoverlap.config import KNOWN_NAMES, default_method
+from tpoverlap.tools.tune.decide import comment_of, row_of
+from tpoverlap.tools.tune.job import Bucket, TuneJob
+from tpoverlap.tools.tune.session import Outcome
+from tpoverlap.tuning import Candidate, Row, entry_key
+
+# Transformer Engine takes the other keys from the name's original method; these say what ours means.
+_RING_FOR_TE: Final = "  num_sm: 1\n  cga_size: 1\n  set_sm_margin: 0\n"
+
+
+def by_name(outcome: Outcome) -> dict[str, list[Bucket]]:
+    """The buckets of each name, ascending; names of which nothing was measured are missing."""
+    found: dict[str, list[Bucket]] = {}
+    for bucket in sorted(outcome.buckets, key=lambda bucket: bucket.high):
+        for name in bucket.names:
+            found.setdefault(name, []).append(bucket)
+    measured = {name for name, buckets in found.items() if any(outcome.result(one) for one in buckets)}
+    return {name: found[name] for name in KNOWN_NAMES if name in measured}
+
+
+def cache_entries(outcome: Outcome) -> dict[str, list[Row]]:
+    """For the cache: shapes of which every bucket was measured."""
+    return {
+        entry_key(buckets[0].problem): [row_of(one, outcome.result(one)) for one in buckets]
+        for buckets in by_name(outcome).values()
+        if all(outcome.result(one) for one in buckets)
+    }
+
+
+def yaml_text(job: TuneJob, machine: Mapping[str, Any], outcome: Outcome) -> str:
+    """The whole file."""
+    return "".join(_lines(job, machine, outcome))
+
+
+def _lines(job: TuneJob, machine: Mapping[str, Any], outcome: Outcome) -> Iterator[str]:
+    layer = job.layer
+    sizes = f"hidden {layer.hidden}, ffn {layer.ffn}, TP {layer.tp_size}, {layer.dtype}"
+    yield f"# written by tpoverlap tune on {datetime.now(UTC):%Y-%m-%d}: {sizes}\n"
+    yield "# measured on " + ", ".join(f"{key} {value}" for key, value in machine.items()) + "\n"
+    if not outcome.is_complete:
+        yield f"# {outcome.num_measured} of {len(outcome.buckets)} buckets measured; the others have their defaults\n"
+    yield "# The rows by T at the end decide here. What comes first is for Transformer Engine and for other shapes.\n\n"
+    names = by_name(outcome)
+    for name, buckets in names.items():
+        one = _one_for_all(name, buckets, outcome)
+        yield f"{name}:\n  method: {one.method}\n"
+        if one.method == "pipeline":
+            yield f"  num_splits: {one.num_splits}\n"
+        elif KNOWN_NAMES[name].te_method == "pipeline":
+            yield _RING_FOR_TE
+    if names:
+        yield "\ntpoverlap:\n  by_tokens:\n"
+    for name, buckets in names.items():
+        problem = buckets[0].problem
+        yield f"    {name}:\n      features: {problem.features}\n      width: {problem.width}\n"
+        yield f"      instead_of: {_one_for_all(name, buckets, outcome).method}\n      rows:\n"
+        for bucket in buckets:
+            result = outcome.result(bucket)
+            yield f"      # {comment_of(bucket, result)}\n      - {_flow(row_of(bucket, result))}\n"
+
+
+def _one_for_all(name: str, buckets: list[Bucket], outcome: Outcome) -> Candidate:
+    """For a reader that knows no T: the choice of the largest T; the default where such a reader lacks its method."""
+    largest = buckets[-1]
+    chosen = row_of(largest, outcome.result(largest)).candidate
+    in_te = chosen.method in ("ring_exchange", "pipeline", "bulk")
+    return chosen if in_te and not chosen.aggregate else Candidate(default_method(name))
+
+
+def _flow(row: Row) -> str:
+    words = {True: "true", False: "false"}
+    values = (f"{key}: {words[value] if isinstance(value, bool) else value}" for key, value in row.to_dict().items())
+    return "{" + ", ".join(values) + "}"
