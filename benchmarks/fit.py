@@ -50,7 +50,7 @@ class Fitted:
             both = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes) + collective_us(device, problem)
             return max(both, device.host_us.get("plain", 0.0))
         assert seen.candidate is not None, "a method's time has a candidate"
-        return estimate(device, problem, seen.candidate, in_pieces=seen.in_pieces).time_us
+        return estimate(device, problem, seen.candidate, current=seen.current).time_us
 
 
 def fit(start: DeviceModel, observations: Sequence[Observation]) -> Fitted:

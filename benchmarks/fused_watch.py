@@ -82,12 +82,8 @@ def words_of(manager: UserBufferManager) -> dict[str, Any]:
         "fault": repr(channel.fault.error),
     }
     if channel.device.type == "cuda":
-        seen["streams idle"] = _looked(
-            lambda: {
-                "comm": channel.comm_stream.stream.query(),
-                "default": torch.cuda.default_stream(channel.device).query(),
-            }
-        )
+        streams = {"default": torch.cuda.default_stream(channel.device)}
+        seen["streams idle"] = {name: stream.query() for name, stream in streams.items()}
     seen["regions"] = {name: _looked(lambda n=name: _region_words(channel, n, read)) for name in channel.regions}
     seen["descriptors"] = _looked(lambda: _descriptors(channel, read))
     for name, resource in channel._resources.items():
@@ -109,7 +105,7 @@ def _reader(device: torch.device) -> Callable[[int, int], list[int]]:
         import ctypes
 
         return lambda address, count: list((ctypes.c_uint32 * count).from_address(address))
-    from tpoverlap.comm.cuda_side_channel import SideChannel
+    from tpoverlap.memory.cuda_side_channel import SideChannel
 
     side = SideChannel(device)
 

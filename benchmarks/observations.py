@@ -30,7 +30,7 @@ class Observation:
 
     ``quantity``: "gemm", "gather" or "scatter" (a collective alone), "plain" (both in turn), "copy" or "method"
     (``candidate`` of ``problem``). ``code``: whose launches the time contains, "" where they cannot have been the
-    limit. ``size_bytes``: of a copy. ``in_pieces``: whether ring_exchange cut its chunks, as it does now.
+    limit. ``size_bytes``: of a copy. ``current``: by this library as it is now, see `tpoverlap.tuning.estimate`.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Observation:
     candidate: Candidate | None = None
     code: str = ""
     size_bytes: int = 0
-    in_pieces: bool = False
+    current: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -145,9 +145,7 @@ def _bench(source: str, data: dict[str, Any]) -> Iterator[Observation]:
                 if is_plain:
                     yield Observation(source, "plain", times[mode], problem, code=whose)
                 else:
-                    yield Observation(
-                        source, "method", times[mode], problem, candidate_of(label), whose, in_pieces=True
-                    )
+                    yield Observation(source, "method", times[mode], problem, candidate_of(label), whose, current=True)
 
 
 def candidate_of(label: str) -> Candidate:

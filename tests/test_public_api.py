@@ -43,6 +43,7 @@ NAMES = {
     "gemm_reduce_scatter",
     "memory_estimate",
     "nn",
+    "profile",
     "sync_replicated_grads",
 }
 
@@ -133,6 +134,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], Expected]] = {
         tpo.memory_estimate,
         [("capacity_shape", MANDATORY), ("tp_size", MANDATORY), ("ub_cfgs", None)],
     ),
+    "profile": (tpo.profile, [("out_dir", MANDATORY), ("manager", None)]),
     "te.initialize_ub": (
         te.initialize_ub,
         [
@@ -252,6 +254,7 @@ def test_import_is_cheap() -> None:
     """No Triton, no CUDA context, no process group, and none of the heavy modules that only tools need."""
     program = (
         "import sys, torch, tpoverlap, tpoverlap.te\n"
+        "assert 'tpoverlap.tools' not in sys.modules\n"
         "heavy = [m for m in ('triton', 'matplotlib', 'yaml', 'omegaconf', 'rich', 'click') if m in sys.modules]\n"
         "assert not heavy, heavy\n"
         "assert not torch.cuda.is_initialized()\n"

@@ -3,6 +3,8 @@
 Importing it touches no GPU, no Triton and no process group.
 """
 
+from typing import Any
+
 from tpoverlap import nn
 from tpoverlap.communicator import CommOverlap, CommOverlapP2P, LayerCommunicators
 from tpoverlap.config import OverlapConfig
@@ -61,5 +63,15 @@ __all__ = [
     "gemm_reduce_scatter",
     "memory_estimate",
     "nn",
+    "profile",
     "sync_replicated_grads",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``tpo.profile``, from `tpoverlap.tools.profile.session`: a tool, imported when it is first used."""
+    if name == "profile":
+        from importlib import import_module
+
+        return import_module("tpoverlap.tools.profile.session").profile
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

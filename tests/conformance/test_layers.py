@@ -10,7 +10,7 @@ import torch
 from tpoverlap.testing.conformance import Case, Setting, layer_cases, layers
 
 RunCases = Callable[[int, list[Case]], None]
-PARTS = 3
+PARTS = 5
 
 # Every case on two ranks; elsewhere, where the arithmetic is the same and only the schedule grows, parts of them.
 FULL = [(2, torch.float32, "shared"), (3, torch.bfloat16, "shared")]

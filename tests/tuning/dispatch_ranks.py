@@ -113,12 +113,17 @@ def by_cache(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 
 def by_model(rank: int, size: int) -> dict[str, Any]:
-    """A plan that rests on a device: its collectives cost a second, then its copies do."""
+    """A plan that rests on a device: one whose copies take as long as its GEMMs, one whose launches take a second."""
     results: dict[str, Any] = {}
     with make_manager() as manager:
         plan = manager.plan()
-    for label, key in (("slow collectives", "gather"), ("slow copies", "copy")):
-        device = replace(load_device("h200"), host_us={}, **{key: Rate(1e6, 1.0), "scatter": Rate(30.0, 200.0)})
+    h200 = replace(load_device("h200"), host_us={})
+    by_memory = replace(h200.gemm, launch_us=0.0, tile_us_per_k=0.0, tile_fixed_us=0.0)
+    devices = {
+        "slow copies": replace(h200, gemm=by_memory, memory_gb_s=1e-3, copy=Rate(0.0, 3e-4)),
+        "slow launches": replace(h200, gemm=replace(h200.gemm, launch_us=1e6)),
+    }
+    for label, device in devices.items():
         content = plan | {"by_tokens": Evidence(device=device).to_dict()}
         content["methods"] = {name: row | {"method": "auto"} for name, row in plan["methods"].items()}
         content["methods"]["fc1_fprop"] = plan["methods"]["fc1_fprop"]

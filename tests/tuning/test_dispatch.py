@@ -55,7 +55,13 @@ def test_the_order_of_the_sources() -> None:
 def communicator(name: str = "fc2_fprop", **options: Any) -> Any:
     scatter = options.pop("scatter", name in ("fc2_fprop", "proj_fprop"))
     config = options.pop("config", None) or default_config(name, scatter, 2)
-    given = {"registered": True, "width": 8192, "max_tokens": 8192, "is_reduce_scatter": config.is_reduce_scatter}
+    given = {
+        "registered": True,
+        "overrides": False,
+        "width": 8192,
+        "max_tokens": 8192,
+        "is_reduce_scatter": config.is_reduce_scatter,
+    }
     return SimpleNamespace(name=name, config=config, **(given | options))
 
 

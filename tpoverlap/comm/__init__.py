@@ -4,6 +4,7 @@ from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.collectives import all_gather_rows, reduce_scatter_rows
 from tpoverlap.comm.copier import Copier, EngineCopier
 from tpoverlap.comm.exchange import ArrivalWords, Exchange, OneSidedExchange
+from tpoverlap.comm.meter import Meter
 from tpoverlap.comm.reduce import sum_in_rank_order
 from tpoverlap.comm.schedule import (
     Step,
@@ -13,15 +14,17 @@ from tpoverlap.comm.schedule import (
     pipeline_schedule,
     reduce_scatter_schedule,
 )
-from tpoverlap.comm.trace import Mark, Trace
+from tpoverlap.comm.trace import Call, Mark, Trace
 
 __all__ = [
     "ArrivalWords",
+    "Call",
     "Channel",
     "Copier",
     "EngineCopier",
     "Exchange",
     "Mark",
+    "Meter",
     "OneSidedExchange",
     "Step",
     "Trace",

@@ -25,6 +25,7 @@ from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
 from tpoverlap.comm.exchange import Exchange
 from tpoverlap.comm.fault import Fault
 from tpoverlap.comm.liveness import ProcessIdentity
+from tpoverlap.comm.meter import Meter
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.streams import Event, Stream
@@ -72,12 +73,13 @@ class Channel:
         self.timeout_s = timeout_s
         self.fault = Fault()
         self.trace: Trace | None = None
+        self.meter: Meter | None = None
         self.before_copy: Callable[[Transfer], None] | None = None
         """Test hook: called on the comm stream before each transfer (``testing.faults`` delays it)."""
         self.before_gemm: Callable[[Stream], None] | None = None
         """Test hook: called on a GEMM's stream, inside the operation, before each GEMM of a method."""
         self.ranges = backend.ranges
-        """Whether to name operations to a profiler (NVTX)."""
+        """Whether to name operations to a profiler (NVTX) or a trace."""
         self.arenas: list[Arena] = []
         self.regions: dict[str, Region] = {}
         self.num_allocations = 0
@@ -167,6 +169,11 @@ class Channel:
             self._turn.release()
             raise
         return exchange
+
+    def record(self, trace: Trace | None) -> None:
+        """Have operations mark ``trace`` from now on; None: no longer."""
+        self.trace = trace
+        self.ranges = self.backend.ranges or trace is not None
 
     def leave(self) -> None:
         """The operation that `open` started is over: another thread may start one."""

@@ -116,6 +116,8 @@ class DeviceExchange(OneSidedExchange):
                 channel.before_copy(transfer)
             if gate is not None:
                 gate(comm, transfer)
+            if channel.trace is not None:
+                self._mark(comm, "send", step, peer)
             if by_engine:
                 first = source_address + (start - base_row) * row_bytes
                 comm.copy_bytes(slot.data[peer] + offset, first, size_bytes)
@@ -126,7 +128,7 @@ class DeviceExchange(OneSidedExchange):
                 target = self._region.view(peer, epoch, element, tuple(rows.shape), self.dtype)
                 self.copier.push(self.signals, comm, target, rows, peer, self._ref, piece)
             if channel.trace is not None:
-                self._mark(comm, "sent", step)
+                self._mark(comm, "sent", step, peer)
 
     def copy_own(self, source: torch.Tensor, first_element: int) -> None:
         target = self._slot.data[self.rank] + first_element * self.dtype.itemsize
@@ -149,27 +151,34 @@ class DeviceExchange(OneSidedExchange):
         if self._own_count:
             device = device_stream(stream)
             self._comm.flush()
+            self._mark(stream, "wait", -1)
             device.wait32(self._comm_word, self._own_count)
             device.flush()
+            self._mark(stream, "arrived", -1)
 
     def wait(self, step: Step, stream: Stream) -> None:
         device = self.caller if stream is self.caller else device_stream(stream)
         if self._comm.pending:
             self._comm.flush()
-        expected, peer = self._expected, step.peer
+        expected, peer, marked = self._expected, step.peer, self._is_marked
         if peer >= 0 and peer not in expected:
+            if marked:
+                self._mark(stream, "wait", step.number, peer)
             self._expect_on(device, peer)
+            if marked:
+                self._mark(stream, "arrived", step.number, peer)
         arrival_in = self._slot.arrival_in
         for transfer in step.receives:
             source = transfer.source
+            if marked:
+                self._mark(stream, "wait", transfer.step, source)
             if source not in expected:
                 self._expect_on(device, source)
             device.wait32(arrival_in[source] + 4 * transfer.piece, self._epoch)
+            if marked:
+                self._mark(stream, "arrived", transfer.step, source)
         if device.pending:
             device.flush()
-        if self._channel.trace is not None:
-            for transfer in step.receives:
-                self._mark(stream, "arrived", transfer.step)
 
     def wait_entered(self, stream: Stream) -> None:
         self._comm.flush()
@@ -193,10 +202,9 @@ class DeviceExchange(OneSidedExchange):
         else:
             super().run(stream, work, what, step)
 
-    def _mark(self, stream: Stream, what: str, step: int) -> None:
-        trace = self._channel.trace
-        if trace is not None:
-            stream.run(lambda: trace.mark(stream, what, step))
+    def _mark(self, stream: Stream, what: str, step: int, peer: int = -1) -> None:
+        if self._is_marked:
+            stream.run(lambda: self._note(stream, what, step, peer))
 
     def _finish(self) -> None:
         comm, caller = self._comm, self.caller
@@ -207,12 +215,14 @@ class DeviceExchange(OneSidedExchange):
             self._comm_mark()
         if comm.pending:
             comm.flush()
+        self._mark(caller, "wait", -1)
         peers, expected = self.signals.peers, self._expected
         if len(expected) < len(peers):
             for peer in peers:
                 if peer not in expected:
                     self._expect_on(caller, peer)
         caller.wait32(self._comm_word, self._comm_count)
+        self._mark(caller, "arrived", -1)
         if self._epoch not in self._region.held:
             self._collect_credits(self._epoch)
         self._end()

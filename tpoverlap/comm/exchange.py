@@ -17,6 +17,7 @@ import torch
 
 from tpoverlap.comm.copier import ENGINE, Copier
 from tpoverlap.comm.descriptor import Descriptor
+from tpoverlap.comm.meter import MeteredOperation
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.signals import Signals, SlotRef
@@ -89,6 +90,13 @@ class Exchange(ABC):
         self._epoch = epoch
         self.descriptor = descriptor
         self._comm = channel.comm_stream
+        self._call = None if channel.trace is None else channel.trace.current()
+        self._metered: MeteredOperation | None = None
+        if channel.meter is not None and channel.trace is None:
+            self._metered = channel.meter.of(descriptor)
+            if self._metered is not None:
+                self._metered.mark("begin", -1)
+        self._is_marked = channel.trace is not None or self._metered is not None
 
     # -- what methods call ---------------------------------------------------------------------------------------
 
@@ -121,7 +129,9 @@ class Exchange(ABC):
     def wait_own(self, stream: Stream) -> None:
         """``stream`` goes on after `copy_own` (at once if there was nothing to copy)."""
         if self._own_copy_done is not None:
+            self._mark(stream, "wait", -1)
             stream.wait(self._own_copy_done)
+            self._mark(stream, "arrived", -1)
 
     def wait(self, step: Step, stream: Stream) -> None:
         """``stream`` goes on once everything that ``step`` receives is in the local slot."""
@@ -143,9 +153,9 @@ class Exchange(ABC):
             return
 
         def traced() -> None:
-            trace.mark(stream, f"{what}_begin", step)
+            trace.mark(stream, f"{what}_begin", step, call=self._call)
             work()
-            trace.mark(stream, f"{what}_end", step)
+            trace.mark(stream, f"{what}_end", step, call=self._call)
 
         stream.run(traced)
 
@@ -173,11 +183,15 @@ class Exchange(ABC):
             except BaseException as failure:
                 self._fail(failure)
                 raise
+            if self._metered is not None:
+                self._metered.mark("end", -1)
             self._channel.completed(self.descriptor, self.finished)
         finally:
             self._channel.leave()
 
     def _fail(self, error: BaseException) -> None:
+        if self._metered is not None:
+            self._metered.failed = True
         self._channel.fail(error, self.descriptor)
 
     # -- what a transport implements -----------------------------------------------------------------------------
@@ -196,9 +210,16 @@ class Exchange(ABC):
     def _finish(self) -> None:
         """Join the comm stream, after which the caller may do what it likes with its tensors; give credits."""
 
-    def _mark(self, stream: Stream, what: str, step: int) -> None:
-        if self._channel.trace is not None:
-            self._channel.trace.mark(stream, what, step)
+    def _mark(self, stream: Stream, what: str, step: int, peer: int = -1) -> None:
+        if self._is_marked:
+            self._note(stream, what, step, peer)
+
+    def _note(self, stream: Stream, what: str, step: int, peer: int) -> None:
+        """`_mark` inside work of ``stream``."""
+        if self._metered is not None:
+            self._metered.mark(what, peer)
+        elif self._channel.trace is not None:
+            self._channel.trace.mark(stream, what, step, peer, self._call)
 
     def _describe(self, transfer: Transfer) -> str:
         rows = f"rows {transfer.row_start}:{transfer.row_stop}"
@@ -283,19 +304,23 @@ class OneSidedExchange(Exchange):
                 self._channel.before_copy(transfer)
             if gate is not None:
                 gate(comm, transfer)
+            self._mark(comm, "send", transfer.step, peer)
             rows = source[transfer.row_start - base_row : transfer.row_stop - base_row]
             target = self._region.view(peer, self._epoch, transfer.slot_element, tuple(rows.shape), self.dtype)
             self.copier.push(signals, comm, target, rows, peer, ref, transfer.piece)
-            self._mark(comm, "sent", transfer.step)
+            self._mark(comm, "sent", transfer.step, peer)
 
     def _wait(self, step: Step, stream: Stream) -> None:
         signals = self.signals
         if step.peer >= 0:
+            self._mark(stream, "wait", step.number, step.peer)
             self._expect(step.peer, stream)
+            self._mark(stream, "arrived", step.number, step.peer)
         for transfer in step.receives:
+            self._mark(stream, "wait", transfer.step, transfer.source)
             self._expect(transfer.source, stream)
             signals.wait_arrival(stream, transfer.source, self._ref, transfer.piece, self._describe(transfer))
-            self._mark(stream, "arrived", transfer.step)
+            self._mark(stream, "arrived", transfer.step, transfer.source)
 
     def _expect_all(self, stream: Stream) -> None:
         for peer in self._peers():
@@ -309,8 +334,10 @@ class OneSidedExchange(Exchange):
     def _finish(self) -> None:
         if self._epoch % REFRESH_EVERY < self._region.depth:
             self._comm.enqueue(self._refresh_flags)
+        self._mark(self.caller, "wait", -1)  # for own sends, and for peers that sent nothing
         self.caller.enqueue(lambda: self._expect_all(self.caller))
         self.caller.wait(self._comm.record())
+        self._mark(self.caller, "arrived", -1)
         self._region.last_reader[self._ref.slot] = self.caller.record()
         if self._epoch not in self._region.held:
             self._grant(self._ref)

@@ -72,19 +72,23 @@ class GlooExchange(Exchange):
         for transfer in step.sends:
             if self._channel.before_copy is not None:
                 self._channel.before_copy(transfer)
+            self._mark(self._comm, "send", transfer.step, transfer.destination)
             rows = source[transfer.row_start - base_row : transfer.row_stop - base_row].contiguous()
             work = self.mailbox.link.send(rows, transfer.destination, self._tag(transfer))
             self._sending.append((work, transfer.destination, self._describe(transfer)))
-            self._mark(self._comm, "sent", transfer.step)
+            self._mark(self._comm, "sent", transfer.step, transfer.destination)
 
     def _wait(self, step: Step, stream: Stream) -> None:
+        self._mark(stream, "wait", step.number, step.peer)
         stream.wait(self._arrivals[step.number])
-        self._mark(stream, "arrived", step.number)
+        self._mark(stream, "arrived", step.number, step.peer)
 
     def _finish(self) -> None:
+        self._mark(self.caller, "wait", -1)
         self.caller.wait(self._compared)
         self._comm.run(self._finish_sends)
         self.caller.wait(self._comm.record())
+        self._mark(self.caller, "arrived", -1)
 
     def _finish_sends(self) -> None:
         for work, peer, what in self._sending:
@@ -137,8 +141,9 @@ class NcclExchange(Exchange):
         self._arrivals[step.number] = self._comm.record()
 
     def _wait(self, step: Step, stream: Stream) -> None:
+        self._mark(stream, "wait", step.number, step.peer)
         stream.wait(self._arrivals[step.number])
-        self._mark(stream, "arrived", step.number)
+        self._mark(stream, "arrived", step.number, step.peer)
 
     def _finish(self) -> None:
         self.caller.wait(self._comm.record())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from tpoverlap.comm import (
     Copier,
     Exchange,
     Step,
+    Trace,
     all_gather_schedule,
     pipeline_schedule,
     reduce_scatter_schedule,
@@ -108,10 +109,24 @@ class OperationContext:
         return exchange
 
     def nvtx_range(self, direction: str) -> AbstractContextManager[object]:
-        """A profiler range that is named by GEMM, direction, method and T, where somebody listens."""
-        if self.channel is None or not self.channel.ranges:  # a range that nobody reads costs as much as a launch
+        """A range named by GEMM, direction, method and T, where somebody listens: NVTX, or the trace's."""
+        channel = self.channel
+        if channel is None or not channel.ranges:  # a range that nobody reads costs as much as a launch
             return nullcontext()
-        return torch.cuda.nvtx.range(f"{self.label(direction)} T={self.partition.total}")
+        label = self.label(direction)
+        if channel.trace is None:
+            return torch.cuda.nvtx.range(f"{label} T={self.partition.total}")
+        return _traced(channel, channel.trace, label, self.partition.total)
+
+
+@contextmanager
+def _traced(channel: Channel, trace: Trace, label: str, num_tokens: int) -> Iterator[None]:
+    """`record_function` is seen by torch.profiler, and on CUDA as NVTX under ``emit_nvtx``."""
+    with (
+        torch.profiler.record_function(f"{label} T={num_tokens}"),
+        trace.operation(label, num_tokens, channel.caller_stream()),
+    ):
+        yield
 
 
 def possible_labels(name: str, config: OverlapConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from tpoverlap.comm import all_gather_rows, reduce_scatter_rows
+from tpoverlap.comm import Channel, all_gather_rows, reduce_scatter_rows
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap import bulk
 from tpoverlap.overlap.context import OperationContext
@@ -33,9 +33,14 @@ def gather_plainly(context: OperationContext, x_shard_t: torch.Tensor) -> torch.
     channel, partition = context.channel, context.partition
     if channel is None:
         return all_gather_rows(x_shard_t, partition, context.group)
+    _mark(channel, "wait")
     with channel.announced(context.label("all-gather"), partition, context.dtype) as descriptor:
+        _mark(channel, "arrived")
+        _mark(channel, "collective_begin")
         finish = functools.partial(channel.finish_collective, descriptor)
-        return all_gather_rows(x_shard_t, partition, context.group, finish)
+        gathered = all_gather_rows(x_shard_t, partition, context.group, finish)
+        _mark(channel, "collective_end")
+        return gathered
 
 
 def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor) -> None:
@@ -46,9 +51,20 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
     elif context.uses_buffers:
         bulk.reduce_scatter(context, summands, None, out)
     else:
+        _mark(channel, "wait")
         with channel.announced(context.label("reduce-scatter"), partition, context.dtype) as descriptor:
+            _mark(channel, "arrived")
+            _mark(channel, "collective_begin")
             finish = functools.partial(channel.finish_collective, descriptor)
             reduce_scatter_rows(summands, partition, context.group, out, finish)
+            _mark(channel, "collective_end")
+
+
+def _mark(channel: Channel, what: str) -> None:
+    trace = channel.trace
+    if trace is not None:
+        stream = channel.caller_stream()
+        stream.run(lambda: trace.mark(stream, what))
 
 
 def all_gather(

@@ -48,8 +48,9 @@ def pause(stream: Stream, seconds: Seconds) -> None:
 def trace(mgr: UserBufferManager) -> Trace:
     """Record from now on what the manager's streams do; returns the record."""
     channel = _channel(mgr)
-    channel.trace = Trace(channel.device)
-    return channel.trace
+    recorded = Trace(channel.device)
+    channel.record(recorded)
+    return recorded
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def tracing(mgr: UserBufferManager) -> Iterator[Trace]:
     try:
         yield trace(mgr)
     finally:
-        _channel(mgr).trace = None
+        _channel(mgr).record(None)
 
 
 # -- transfers ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "train": "tpoverlap.tools.train.command:train",
         "bench": "tpoverlap.tools.bench.command:bench",
         "doctor": "tpoverlap.tools.doctor.command:doctor",
+        "profile": "tpoverlap.tools.profile.command:profile",
         "config": "tpoverlap.tools.config.command:config",
         "predict": "tpoverlap.tools.predict.command:predict",
         "tune": "tpoverlap.tools.tune.command:tune",

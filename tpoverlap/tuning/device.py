@@ -65,7 +65,7 @@ class DeviceModel:
         source: where the numbers come from.
         multiprocessors, memory_gb_s: of one device; the memory's rate is what a kernel reaches, not the peak.
         nvlink_domain: devices that reach each other over NVLink, as such machines are usually built.
-        gemm, copy (copy engine, one direction), gather and scatter (the collectives of ``sequential``), add (summing
+        gemm, copy (copy engine, one direction), gather and scatter (the library's collectives), add (summing
             received blocks), fused (what the one-kernel method adds to its GEMM).
         step_us: one wait for a flag and the launch behind it, on the device.
         hop_us: what a collective's latency grows with each rank above two.

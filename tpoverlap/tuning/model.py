@@ -76,22 +76,23 @@ def candidates(problem: Problem, legal: Iterable[str]) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def estimate(device: DeviceModel, problem: Problem, candidate: Candidate, *, in_pieces: bool = True) -> Estimate:
+def estimate(device: DeviceModel, problem: Problem, candidate: Candidate, *, current: bool = True) -> Estimate:
     """Time of ``problem`` by ``candidate`` on ``device``.
 
-    ``in_pieces`` False: a ring whose chunks travel whole, as other libraries' and our first one.
+    ``current`` False: as other libraries and our first version have it. A ring's chunks travel whole, and sequential
+    calls the group's collectives instead of pushing through the registered buffers.
     """
     gemm_us = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
     if problem.tp_size == 1:
         return Estimate(candidate, gemm_us, gemm_us, False)
-    device_us = _device_us(device, problem, candidate, gemm_us, in_pieces)
+    device_us = _device_us(device, problem, candidate, gemm_us, current)
     host_us = _host_us(device, problem, candidate)
     # A tenth of a microsecond, so that no two machines differ over the last bit of a logarithm.
     return Estimate(candidate, round(max(device_us, host_us), 1), round(gemm_us, 1), host_us > device_us)
 
 
 def collective_us(device: DeviceModel, problem: Problem) -> float:
-    """The collective of ``sequential``, alone."""
+    """The library's own collective, alone."""
     rate = device.scatter if problem.is_scatter else device.gather
     if problem.bytes_sent == 0:
         return 0.0
@@ -103,10 +104,11 @@ def transfer_us(device: DeviceModel, problem: Problem) -> float:
     return device.copy.latency_us + problem.bytes_sent / device.copy.gb_s * 1e-3
 
 
-def _device_us(device: DeviceModel, problem: Problem, candidate: Candidate, gemm_us: float, in_pieces: bool) -> float:
+def _device_us(device: DeviceModel, problem: Problem, candidate: Candidate, gemm_us: float, current: bool) -> float:
     if candidate.method == "sequential":
-        # docs/design/0005: an all-to-all and a float32 sum; the all-to-all moves what the library's reduce-scatter does
-        return gemm_us + collective_us(device, problem) + _add_us(device, problem)
+        # docs/design/0005: a reduce-scatter is an exchange of blocks and a float32 sum
+        moving = transfer_us(device, problem) + device.step_us if current else collective_us(device, problem)
+        return gemm_us + moving + _add_us(device, problem)
     if candidate.method == "bulk":
         return max(gemm_us, transfer_us(device, problem)) + device.step_us + _add_us(device, problem)
     if candidate.method == "fused":
@@ -114,7 +116,7 @@ def _device_us(device: DeviceModel, problem: Problem, candidate: Candidate, gemm
         return max(working, transfer_us(device, problem)) + device.fused.fixed_us
     if candidate.method == "pipeline":
         return _pipeline_us(device, problem, candidate.num_splits)
-    pieces = pieces_of(problem) if in_pieces else 1
+    pieces = pieces_of(problem) if current else 1
     if problem.is_scatter:
         return _ring_scatter_us(device, problem, pieces)
     return _ring_gather_us(device, problem, candidate.aggregate, pieces)

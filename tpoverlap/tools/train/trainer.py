@@ -129,7 +129,7 @@ class RankTrainer:
 
     def _rows_moved(self) -> int:
         """Rows that the manager counted for qkv_fprop so far: one operation a layer and step."""
-        return self.manager.stats().get("qkv_fprop", {}).get("tokens", 0)
+        return int(self.manager.stats().get("qkv_fprop", {}).get("tokens", 0))
 
     def _over_ranks(self, loss_sum: Tensor, num_targets: int, time_ms: float) -> tuple[float, float]:
         device = self.context.device
