@@ -18,8 +18,7 @@ class QuantizedWeight:
     """A weight [N, K] in FP8, in the two orientations that GEMMs read. The second one is made when it is asked for."""
 
     weight: QuantizedTensor
-    _source: torch.Tensor
-    _rowwise: Quantizer | None
+    _rowwise: tuple[Quantizer, torch.Tensor] | None
     _transposed: list[QuantizedTensor] = field(default_factory=list)
 
     @property
@@ -29,7 +28,8 @@ class QuantizedWeight:
             if self._rowwise is None:
                 made = self.weight.transposed()
             else:  # its scales belong to input features: quantised anew, not converted
-                made = self._rowwise.local(self._source.t().contiguous(), record=False)
+                quantizer, source = self._rowwise
+                made = quantizer.local(source.t(), record=False)
             self._transposed.append(made)
         return self._transposed[0]
 
@@ -90,7 +90,7 @@ class Fp8State(torch.nn.Module):
     def _quantize_weight(self, index: int, weight: torch.Tensor) -> QuantizedWeight:
         quantizer = self.quantizer("weight", index)
         quantised = quantizer.local(weight.contiguous(), record=self.training)
-        return QuantizedWeight(quantised, weight, quantizer if quantizer.is_rowwise else None)
+        return QuantizedWeight(quantised, (quantizer, weight) if quantizer.is_rowwise else None)
 
     def quantizer(self, role: str, index: int = 0) -> Quantizer:
         """The quantizer of the input, or of weight or output gradient ``index``."""
