@@ -56,7 +56,7 @@ def methods(path: Path) -> None:
             text = {"=": "all", ">": "all"}.get(span.label, span.label)
             middle = 0.5 * (span.start + span.end)
             axes.text(middle, row + offset, text, ha="center", va="center", fontsize=7, color="white")
-        axes.text(drawn.total + 0.01, row + 0.18, f"exposed {100 * drawn.exposed / GEMM:.0f} %", va="center", fontsize=8)
+        axes.text(drawn.total + 0.01, row + 0.18, f"exposed {100 * drawn.exposed / GEMM:.0f} %", va="center", size=8)
     axes.axvline(GEMM, color="black", linewidth=1)
     axes.set_yticks([row + 0.18 for row in range(len(METHODS))], [label for _, label, _ in METHODS])
     axes.invert_yaxis()

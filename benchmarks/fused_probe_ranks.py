@@ -21,7 +21,8 @@ from tpoverlap.config import SUPPORTED
 from tpoverlap.config.resolver import resolve
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton import PieceRows, RowBlock
-from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Received
+from tpoverlap.gemm.triton.gates import Gate, Received
+from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.overlap import fused
 from tpoverlap.overlap.fused_form import FORMS
 from tpoverlap.testing import relative_error

@@ -417,7 +417,7 @@ class UserBufferManager:
         return make_plan(names, self.tp_size, self.capacity_shape, self._tables.evidence)
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """For each name that was called, registered or not: calls, methods, T histogram, sequential and overflow counts,
+        """For each name that was called, registered or not: calls, methods, T histogram, sequential, overflow counts,
         and with ``meter=True`` what `Meter.stats` says.
         """
         self.require_open()

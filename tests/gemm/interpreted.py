@@ -16,7 +16,8 @@ import torch
 from tpoverlap.gemm import PartialGemm
 from tpoverlap.gemm.triton import PieceRows, RowBlock, TilePlan, TileShape, push_plan
 from tpoverlap.gemm.triton.copy_launcher import CopyLauncher
-from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Received
+from tpoverlap.gemm.triton.gates import Gate, Received
+from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.gemm.triton.push_plan import Push, PushPlan, PushTo, RemoteBlock
 from tpoverlap.testing.numeric import assert_close_to_twin
 

@@ -33,7 +33,8 @@ from tpoverlap.comm.streams import Stream
 from tpoverlap.errors import BackendUnavailableError, PeerTimeoutError
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton import PieceRows, RowBlock, require_kernels
-from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Launch, Received
+from tpoverlap.gemm.triton.gates import Gate, Received
+from tpoverlap.gemm.triton.launcher import GemmLauncher, Launch
 from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.overlap import fused_launch
 from tpoverlap.overlap.context import OperationContext

@@ -29,7 +29,8 @@ from tpoverlap.comm.signals import Signals, SlotRef
 from tpoverlap.comm.streams import Stream
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton import PieceRows, RowBlock
-from tpoverlap.gemm.triton.launcher import Gate, GemmLauncher, Received
+from tpoverlap.gemm.triton.gates import Gate, Received
+from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.gemm.triton.push_plan import Push, PushTo, RemoteBlock
 from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.overlap.context import OperationContext

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from tpoverlap.gemm.triton.compiled import (
     Prepared,
     describable,
 )
+from tpoverlap.gemm.triton.gates import Gate, Received
 from tpoverlap.gemm.triton.operands import Operands, has_tma, kind, places, precision
 from tpoverlap.gemm.triton.push_plan import PushPlan, PushTo, RemoteBlock
 from tpoverlap.gemm.triton.tables import DeviceTables
@@ -36,29 +36,6 @@ _POLLS_PER_S: Final = 2_000
 """Roughly what the interpreter manages; its bound only has to exist."""
 _LEAST_PUSHERS: Final = 24
 """Programs that push, at least: one alone fills a small part of a link."""
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Words that gated tiles wait for: int32 at ``address``, indexed by the plan's words, to reach ``epoch``."""
-
-    address: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Received:
-    """What peers sent of own rows: at ``address`` one block [rows, N] a peer, in rank order, this ``rank`` left out.
-
-    ``gate``: words of the blocks, ``words_per_rank`` a source rank, which the tiles wait for before they add; None: all
-    is there.
-    """
-
-    address: int
-    rank: int
-    num_ranks: int
-    gate: Gate | None = None
-    words_per_rank: int = 0
 
 
 class GemmLauncher:
