@@ -40,7 +40,6 @@ NAMES = {
     "bulk_reduce_scatter",
     "checkpoint_context_fn",
     "fp8_autocast",
-    "fp8_autocast",
     "gemm_reduce_scatter",
     "memory_estimate",
     "nn",

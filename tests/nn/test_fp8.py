@@ -43,7 +43,7 @@ def test_configurations(rank_pool) -> None:
 
 def test_one_rank_without_fp8(rank_pool) -> None:
     for outcome in rank_pool(2).run(fp8_ranks.one_rank_without_fp8, timeout_s=60.0):
-        require(outcome, "RankMismatchError", ("qkv_fprop", "fp8-scales"), "one rank without FP8")
+        require(outcome, "RankMismatchError", ("qkv_fprop", "/fp8-scales"), "one rank without FP8")
 
 
 @pytest.mark.parametrize("size", [2, 3])

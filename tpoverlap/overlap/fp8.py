@@ -11,7 +11,6 @@ credits and descriptors are those of any other operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -27,21 +26,16 @@ from tpoverlap.tokens import TokenPartition
 
 SCALES_REGION = "scales"
 METHODS = ("ring_exchange", "pipeline", "bulk", "sequential")
-_TAGS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-
-
-def possible_fp8_names(name: str) -> Iterator[str]:
-    """What FP8 operations of GEMM ``name`` call themselves; see `OperationContext.label`."""
-    yield f"{name} fp8-scales"
-    for tag in _TAGS.values():
-        yield f"{name} {tag}"
-        yield f"{name} {tag}-rows"
+_TAGS = {torch.float8_e4m3fn: "/e4m3", torch.float8_e5m2: "/e5m2"}
+_SCALES = "/fp8-scales"
+FP8_TAGS = ("", _SCALES, *_TAGS.values(), *(f"{tag}-rows" for tag in _TAGS.values()))
+"""What labels of operations can end with."""
 
 
 def gather_operation(operation: OperationContext, dtype: torch.dtype) -> OperationContext:
     """``operation``, an all-gather, with rows of FP8 ``dtype``."""
     _require_method(operation)
-    return replace(operation, name=f"{operation.name} {_TAGS[dtype]}", dtype=torch.uint8)
+    return replace(operation, tag=_TAGS[dtype], dtype=torch.uint8)
 
 
 def scatter_operation(
@@ -55,10 +49,10 @@ def scatter_operation(
     # Only where the name is configured as a reduce-scatter: the key of an all-gather name speaks of its gather.
     configured = operation.config.is_reduce_scatter and operation.config.fp8_buf
     if not configured or operation.method not in FP8_SCATTERS:
-        return replace(operation, name=f"{operation.name} {_TAGS[dtype]}", column_granule=ALIGNMENT), gemm
+        return replace(operation, tag=_TAGS[dtype], column_granule=ALIGNMENT), gemm
     packed = replace(
         operation,
-        name=f"{operation.name} {_TAGS[dtype]}-rows",
+        tag=f"{_TAGS[dtype]}-rows",
         dtype=torch.uint8,
         column_granule=ALIGNMENT,
         packed_format=dtype,
@@ -148,7 +142,7 @@ def put_together(operation: OperationContext, values: torch.Tensor, partition: T
         )
     context = replace(
         operation,
-        name=f"{operation.name.rpartition(' ')[0]} fp8-scales",
+        tag=_SCALES,
         method="sequential" if operation.method == "sequential" else "bulk",
         region=SCALES_REGION,
         partition=partition,
