@@ -175,4 +175,7 @@ def test_tensor_cores_give_the_reference(recipe: Recipe, dtype: torch.dtype, num
         gemm.rows(x8.bytes, 0)
         results.append((x8.bytes.cpu(), out.cpu().double()))
     assert torch.equal(results[0][0], results[1][0]), "the same bytes on both"
-    _assert_tight(results[1][1].to(dtype), results[0][1])
+    # Inside a block of K tensor cores add products with some 14 bits, whatever the output is.
+    bound = max(TIGHT[dtype], 2.0**-11)
+    expected = results[0][1]
+    assert torch.allclose(results[1][1], expected, rtol=bound, atol=bound * float(expected.abs().max()))

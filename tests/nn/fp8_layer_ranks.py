@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import tpoverlap as tpo
 from tpoverlap import nn
@@ -90,12 +91,39 @@ def _step(layer: nn.LayerNormMLP, manager: tpo.UserBufferManager, rank: int) -> 
         y = layer(x)
         assert isinstance(y, torch.Tensor)
         y.backward(_draw(19, HIDDEN, 1)[partition.rows(rank)])
+    with manager.microbatch(CAPACITY) as partition, torch.no_grad():
+        for seed in (7, 8, 9):  # every slot has other rows by now
+            layer(_draw(CAPACITY, HIDDEN, seed)[partition.rows(rank)])
     layer.backward_dw()
     found = {"y": y.detach(), "dx": x.grad}
     for name, parameter in layer.named_parameters():
         grad = parameter.grad if parameter.grad is not None else parameter.main_grad  # type: ignore[attr-defined]
         found[name] = grad
     return found  # type: ignore[return-value]
+
+
+def recomputed_under_autocast(rank: int, size: int) -> dict[str, bool]:
+    """fp8_autocast round a checkpointed forward, backward outside of it: recomputed in FP8, bit by bit as without."""
+    found = []
+    with _open() as manager:
+        torch.manual_seed(3)
+        layer = nn.LayerNormMLP(HIDDEN, FFN * size, manager=manager)
+        for recomputes in (False, True):
+            layer.zero_grad()
+            x = _draw(4, HIDDEN, rank).requires_grad_()
+            with tpo.fp8_autocast():
+                y = (
+                    checkpoint(layer, x, use_reentrant=False, context_fn=tpo.checkpoint_context_fn)
+                    if recomputes
+                    else layer(x)
+                )
+            y.square().sum().backward()
+            found.append({"dx": x.grad.clone(), **{name: one.grad.clone() for name, one in layer.named_parameters()}})
+        with tpo.fp8_autocast(enabled=False):
+            layer.zero_grad()
+            layer(x.detach()).square().sum().backward()
+        differs = not torch.equal(layer.fc1_weight.grad, found[0]["fc1_weight"])
+    return {"FP8 ran": differs, **{name: torch.equal(value, found[1][name]) for name, value in found[0].items()}}
 
 
 def without_sequence_parallelism(rank: int, size: int) -> str:

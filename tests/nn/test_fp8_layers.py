@@ -23,6 +23,11 @@ def test_options(rank_pool, size: int) -> None:
         assert all(same.values()) and len(same) == 4, same
 
 
+def test_recomputed_under_autocast(rank_pool) -> None:
+    for same in rank_pool(2).run(fp8_layer_ranks.recomputed_under_autocast, timeout_s=60.0):
+        assert all(same.values()) and len(same) > 4, same
+
+
 def test_without_sequence_parallelism(rank_pool) -> None:
     for message in rank_pool(2).run(fp8_layer_ranks.without_sequence_parallelism, timeout_s=30.0):
         assert "qkv: FP8 needs sequence_parallel=True" in message
