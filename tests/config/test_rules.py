@@ -15,6 +15,7 @@ IN_A_FILE = {  # tests/config/test_surroundings.py has them
     "te-atomic-needs-fp8", "fp8-buffer-in-bf16", "overlap-at-tp-1", "overlap-without-sequence-parallel",
     "overlap-switched-off", "fp8-training", "tp-size-contradicted", "name-contradicts-contents", "not-tuned",
 }  # fmt: skip
+EARLIER = {"supported": SUPPORTED - {"fused", "atomic_gemm", "sm_copy"}}  # what a release without them says
 RING, BULK, PIPELINE = {"method": "ring_exchange"}, {"method": "bulk"}, {"method": "pipeline"}
 ROWS = {"features": 8, "width": 16, "rows": [{"up_to": 4, "method": "sequential"}]}
 AG, RS = {"is_reduce_scatter": False}, {"is_reduce_scatter": True}
@@ -34,12 +35,12 @@ CASES: dict[str, tuple[dict[Any, Any], dict[str, Any], tuple[str, str], dict[Any
     "value-type": ({"fc1_fprop": {"use_ce": "true"}}, {}, ("fc1_fprop", "use_ce"), {"fc1_fprop": {"use_ce": 1}}),
     "count-below-one": ({"fc1_fprop": {"num_sm": 0}}, {}, ("fc1_fprop", "num_sm"), {"fc1_fprop": {"num_sm": 1}}),
     "unknown-method": ({"fc1_fprop": {"method": "ring"}}, {}, ("fc1_fprop", "method"), {"fc1_fprop": RING}),
-    "method-unsupported": ({"fc1_fprop": {"method": "fused"}}, {}, ("fc1_fprop", "method"), {"fc1_fprop": RING}),
+    "method-unsupported": ({"fc1_fprop": {"method": "fused"}}, EARLIER, ("fc1_fprop", "method"), {"fc1_fprop": RING}),
     "atomic-gemm-unsupported": (
-        {"fc1_fprop": {"atomic_gemm": 1}}, {}, ("fc1_fprop", "atomic_gemm"), {"fc1_fprop": {"atomic_gemm": 0}},
+        {"fc1_fprop": {"atomic_gemm": 1}}, EARLIER, ("fc1_fprop", "atomic_gemm"), {"fc1_fprop": {"atomic_gemm": 0}},
     ),
     "sm-copy-unsupported": (
-        {"qkv_dgrad": BULK | {"use_ce": 0}}, {}, ("qkv_dgrad", "use_ce"), {"fc2_fprop": PIPELINE | {"use_ce": 0}},
+        {"qkv_dgrad": BULK | {"use_ce": 0}}, EARLIER, ("qkv_dgrad", "use_ce"), {"fc2_fprop": PIPELINE | {"use_ce": 0}},
     ),
     "fp8-gather-in-original-dtype": (
         {"fc1_fprop": {"fp8_buf": 0}}, {"fp8": True}, ("fc1_fprop", "fp8_buf"), {"fc2_fprop": {"fp8_buf": 0}},
@@ -184,7 +185,7 @@ def test_supported_is_a_parameter() -> None:
     assert resolve(config, 2, supported=later, fp8=True).names["fc1_fprop"].method == "fused"
     assert not found(config, "option-ignored", supported=later, fp8=True)[2:]  # use_ce and atomic_gemm of fused alone
     with pytest.raises(ConfigError, match="supported now: ring_exchange, pipeline, bulk, sequential, auto"):
-        resolve(config, 2)
+        resolve(config, 2, **EARLIER)
 
 
 def test_fp8_buf_does_nothing_in_bf16_and_says_so() -> None:
@@ -194,7 +195,9 @@ def test_fp8_buf_does_nothing_in_bf16_and_says_so() -> None:
 
 
 def test_errors_hide_remarks_but_not_other_names_remarks() -> None:
-    notes = check({"fc2_fprop": RING | {"aggregate": 1, "atomic_gemm": 1}, "proj_fprop": {"aggregate": 1}}, 2)
+    notes = check(
+        {"fc2_fprop": RING | {"aggregate": 1, "atomic_gemm": 1}, "proj_fprop": {"aggregate": 1}}, 2, **EARLIER
+    )
     about = [note for note in notes if note.name == "fc2_fprop"]
     assert {note.rule for note in about if note.target != "te"} == {"atomic-gemm-unsupported"}
     assert all(note.level != "note" for note in about)
@@ -204,14 +207,14 @@ def test_errors_hide_remarks_but_not_other_names_remarks() -> None:
 @pytest.mark.parametrize(
     ("name", "is_reduce_scatter", "methods"),
     [
-        ("qkv_fprop", False, ("ring_exchange", "sequential")),
+        ("qkv_fprop", False, ("ring_exchange", "fused", "sequential")),
         ("qkv_fprop", True, ()),
-        ("proj_fprop", True, ("ring_exchange", "pipeline", "sequential")),
+        ("proj_fprop", True, ("ring_exchange", "pipeline", "fused", "sequential")),
         ("fc1_dgrad", False, ("bulk", "sequential")),
-        ("fc1_dgrad", True, ("ring_exchange", "pipeline", "sequential")),
+        ("fc1_dgrad", True, ("ring_exchange", "pipeline", "fused", "sequential")),
         ("fc1_wgrad", True, ("bulk", "sequential")),
         ("fc2_wgrad", False, ()),
-        ("mtp", True, ("ring_exchange", "pipeline", "bulk", "sequential")),
+        ("mtp", True, ("ring_exchange", "pipeline", "bulk", "fused", "sequential")),
     ],
 )
 def test_legal_methods(name: str, is_reduce_scatter: bool, methods: tuple[str, ...]) -> None:

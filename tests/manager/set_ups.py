@@ -96,9 +96,6 @@ BAD_SET_UPS: dict[str, BadSetUp] = {
         ("qkv_wgrad is set", "qkv_dgrad"), qkv_dgrad={"method": "ring_exchange"}, qkv_wgrad={"method": "bulk"}
     ),
     "config: direction": _config(("qkv_fprop.is_reduce_scatter", "all-gather"), qkv_fprop={"is_reduce_scatter": True}),
-    "config: fused": _config(("'fused' is not supported", "ring_exchange"), qkv_fprop={"method": "fused"}),
-    "config: atomic_gemm": _config(("atomic_gemm", "supported now", "false"), qkv_fprop={"atomic_gemm": True}),
-    "config: no copy engine": _config(("use_ce", "supported now", "true"), qkv_fprop={"use_ce": False}),
     "config: no file": _bad("ConfigError", ("/no/such/file.yaml",), ub_cfgs="/no/such/file.yaml"),
     "config: a list": _bad("ConfigError", ("list", "te.initialize_ub"), ub_cfgs=[{}]),
     "plan: not one": _bad("ConfigError", ("mgr.plan()", "list"), plan=[]),
@@ -112,7 +109,7 @@ BAD_SET_UPS: dict[str, BadSetUp] = {
     "plan: illegal method": BadSetUp(
         lambda size: {"plan": a_plan(size, proj_fprop=("bulk", True))},
         "ConfigError",
-        ("pins proj_fprop to 'bulk'", "legal here: ring_exchange, pipeline, sequential"),
+        ("pins proj_fprop to 'bulk'", "legal here: ring_exchange, pipeline, fused, sequential"),
     ),
     "plan: another direction": BadSetUp(
         lambda size: {"plan": a_plan(size, qkv_dgrad=("ring_exchange", True))},

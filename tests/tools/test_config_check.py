@@ -49,7 +49,7 @@ def test_every_finding_in_every_published_file() -> None:
 def test_false_positives_are_counted() -> None:
     """Every error and every warning was judged by a person; what is said in vain would be counted here."""
     judged = Counter(verdict for row, verdict in table.committed().items() if row[4] != "note")
-    assert set(judged) == {"true"} and judged["true"] > 100
+    assert set(judged) == {"true"} and judged["true"] > 90
 
 
 # What FACTS.md and issue 5 name, and where it stands in the published files.
@@ -57,7 +57,7 @@ NAMED = [
     ("embedded", 25), ("from-environment", 76), ("empty-file", 1), ("foreign-key", 1), ("te-cga-exceeds-num-sm", 3),
     ("cga-exceeds-num-sm", 7), ("te-margin-with-copy-engine", 55), ("overlap-at-tp-1", 4),
     ("overlap-without-sequence-parallel", 1), ("te-missing-wgrad", 13), ("te-defaults-differ", 10),
-    ("name-contradicts-contents", 6), ("te-atomic-needs-fp8", 2), ("atomic-gemm-unsupported", 16),
+    ("name-contradicts-contents", 6), ("te-atomic-needs-fp8", 2),
 ]  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_an_error_says_where_what_why_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_json(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.yaml", "m:\n  ub_tp_comm_overlap_cfg:\n    fc2_fprop:\n      atomic_gemm: 1\n")
+    path = write(tmp_path / "c.yaml", "m:\n  ub_tp_comm_overlap_cfg:\n    my gemm:\n      method: bulk\n")
     result = check(path, "--json", "--tp", 4)
     report = json.loads(result.output)
     assert report["exit_code"] == result.exit_code == 1 and report["schema"] == 1
@@ -103,15 +103,15 @@ def test_json(tmp_path: Path) -> None:
     assert file["runs_in"] == {"te": True, "tpoverlap": False}
     (error,) = [finding for finding in file["findings"] if finding["level"] == "error"]
     assert {key: error[key] for key in ("file", "line", "gemm", "key", "level", "for", "rule")} == {
-        "file": str(path), "line": 4, "gemm": "fc2_fprop", "key": "atomic_gemm", "level": "error", "for": "tpoverlap",
-        "rule": "atomic-gemm-unsupported",
+        "file": str(path), "line": 3, "gemm": "my gemm", "key": "", "level": "error", "for": "tpoverlap",
+        "rule": "bad-name",
     }  # fmt: skip
     assert error["why"] and error["remedy"]
 
 
 def test_the_two_questions_are_answered_apart(tmp_path: Path) -> None:
     ours = write(tmp_path / "ours.yaml", "fc2_fprop: {method: pipeline, num_max_streams: 2}\n")
-    theirs = write(tmp_path / "theirs.yaml", "fc2_fprop: {method: pipeline, atomic_gemm: 1}\n")
+    theirs = write(tmp_path / "theirs.yaml", "my gemm: {method: bulk, is_reduce_scatter: 0}\n")
     codes = {
         who: (check(ours, "--for", who).exit_code, check(theirs, "--for", who).exit_code) for who in ("te", "tpoverlap")
     }
@@ -121,14 +121,14 @@ def test_the_two_questions_are_answered_apart(tmp_path: Path) -> None:
 
 
 def test_many_notes_do_not_drown_an_error() -> None:
-    (path,) = table.FOLDER.glob("*mlperf-24n__v2.yaml")
+    (path,) = table.FOLDER.glob("*v4.0__a100tp4mbs1.yaml")
     report = check_file(path)
     notes = sum(note.level == "note" for note in report.notes)
     lines = check(path).output.splitlines()
     paragraphs = [line for line in lines if ": note" in line]
-    assert notes >= 14 and len(paragraphs) <= notes / 2
+    assert notes >= 7 and len(paragraphs) <= notes / 2
     levels = [level for line in lines for level in ("error", "warning", "note") if f": {level}" in line]
-    assert levels == sorted(levels, key=("error", "warning", "note").index) and levels.count("error") == 1
+    assert levels == sorted(levels, key=("error", "warning", "note").index) and levels.count("error") == 2
     assert ": note" not in check(path, "--no-notes").output
 
 

@@ -112,9 +112,9 @@ CASES: dict[str, tuple[Figures, dict[str, Any], Figures, dict[str, Any]]] = {
     ),
     "scatter-in-dgrad": (WGRAD, {}, replace(WGRAD, compute_us=320.0), {}),
     "slower-than-sequential": (
-        replace(HIDDEN, sequential_us=1000.0),
+        replace(HIDDEN, sequential_us=970.0),
         {},
-        replace(HIDDEN, sequential_us=1025.0),
+        replace(HIDDEN, sequential_us=990.0),
         {},
     ),
     "link-bound": (

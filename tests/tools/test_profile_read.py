@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tools.te_trace import PATH, te_layer
+from tests.tools.te_trace import COMPUTE, GEMM, PATH, Writer, te_layer
 from tests.tools.test_profile_figures import ring
 from tpoverlap.tools.cli import main
 from tpoverlap.tools.profile.chrome import chrome_events
-from tpoverlap.tools.profile.kernels import gemm_of, kind_of
+from tpoverlap.tools.profile.kernels import gemm_of, is_layer_function, kind_of
 from tpoverlap.tools.profile.read import report_of
 from tpoverlap.tools.profile.trace_file import TraceError, read_trace
 
@@ -109,6 +109,27 @@ def test_kernels_by_name(name: str, kind: str) -> None:
 )
 def test_ranges_by_name(name: str, gemm: str | None) -> None:
     assert gemm_of(name) == gemm
+
+
+def test_ranges_inside_a_range_of_the_same_gemm_are_one_call(tmp_path: Path) -> None:
+    w = Writer()
+    w.range("training", 0, 2000)
+    for call in range(2):
+        w.range("fc1_fprop all-gather ring_exchange T=8", 1000 * call + 10, 1000 * call + 800)
+        for chunk in range(2):
+            begin = 1000 * call + 100 * chunk
+            w.range("transformer_engine._Linear.forward.fc1.gemm", begin + 20, begin + 60)
+            w.kernel(GEMM, COMPUTE, begin + 50, begin + 90, begin + 30)
+    (row,) = report_of([written(tmp_path / "trace.json", w.events)])[0].figures
+    assert (row.name, row.calls, row.wall_us, row.compute_us) == ("fc1_fprop", 2, 140, 80)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("_LayerNormMLPBackward", True), ("_Linear", True), ("RowLinearBackward", True), ("LinearFunction", False)],
+)
+def test_layer_functions_by_name(name: str, is_one: bool) -> None:
+    assert is_layer_function(name) == is_one
 
 
 def test_a_gpu_side_range_beats_the_launch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -107,25 +108,28 @@ def test_the_trace_holds_torchs_events_and_ours_on_one_clock(rank_pool: Any, tmp
     assert seen["ts"] - slack_us <= mine["ts"] and mine["ts"] + mine["dur"] <= seen["ts"] + seen["dur"] + slack_us
 
 
-def profiled_with_a_late_rank(rank: int, world_size: int, directory: str) -> list[dict[str, Any]]:
+def profiled_with_a_late_rank(rank: int, world_size: int, directory: str, how: str) -> list[dict[str, Any]]:
+    """Rank 1's rows come late, or rank 1 comes late to the step."""
+
     def late(transfer: Transfer) -> None:
         time.sleep(0.02)
 
     with manager() as mgr:
         net = Net(mgr)
-        with (
-            before_transfers(mgr, late, only_source=1),
-            tpo.profile(directory, manager=mgr, torch_profiler=False) as result,
-        ):
+        rows_late = before_transfers(mgr, late, only_source=1) if how == "rows" else nullcontext()
+        with rows_late, tpo.profile(directory, manager=mgr, torch_profiler=False) as result:
             for _ in range(3):
+                if how == "step" and rank == 1:
+                    time.sleep(0.03)
                 net.step(mgr, 64)
         return result.report.as_dict()["gemms"] if result.report else []
 
 
-def test_the_late_rank_is_named(rank_pool: Any, tmp_path: Path) -> None:
-    rows, _ = rank_pool(2).run(profiled_with_a_late_rank, str(tmp_path), timeout_s=60)
+@pytest.mark.parametrize(("how", "names"), [("rows", ("qkv_fprop", "proj_dgrad")), ("step", ("qkv_fprop",))])
+def test_the_late_rank_is_named(how: str, names: tuple[str, ...], rank_pool: Any, tmp_path: Path) -> None:
+    rows, _ = rank_pool(2).run(profiled_with_a_late_rank, str(tmp_path), how, timeout_s=60)
     waited = {row["name"]: row for row in rows}
-    for name in ("qkv_fprop", "proj_dgrad"):
+    for name in names:
         assert waited[name]["waited_for_rank"] == 1 and waited[name]["wait_us"]["1"] > 10_000
     advice = json.loads((tmp_path / "report.json").read_text())["advice"]
     assert any(one["rule"] == "late-rank" and "rank 1" in one["text"] for one in advice)

@@ -15,8 +15,10 @@ from tpoverlap.config.notes import Level, Note, Target
 from tpoverlap.config.options import METHODS, OPTION_KEYS, OPTION_KINDS, OverlapConfig
 from tpoverlap.config.surroundings import Surroundings
 
-SUPPORTED: Final = frozenset({"ring_exchange", "pipeline", "bulk", "sequential", "auto", "fp8"})
-"""What this release can run. A later one adds "fused", "atomic_gemm" and "sm_copy" (``use_ce: false``)."""
+SUPPORTED: Final = frozenset(
+    {"ring_exchange", "pipeline", "bulk", "fused", "sequential", "auto", "atomic_gemm", "sm_copy", "fp8"}
+)
+"""What this release can run; "sm_copy" is ``use_ce: false``."""
 
 Stage = Literal["top", "options", "config", "file"]
 """top: any top-level key · options: one entry's raw keys · config: its filled-in config · file: all entries."""

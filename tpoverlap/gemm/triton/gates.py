@@ -1,4 +1,4 @@
-"""What a kernel waits for, as addresses and epochs: plain values that the methods hand to the launcher."""
+"""What the tiles of a kernel wait for: words in memory, and rows that peers send. Addresses, no transport."""
 
 from __future__ import annotations
 

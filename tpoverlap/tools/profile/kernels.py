@@ -25,7 +25,9 @@ _GEMM: Final = re.compile(
 )
 _REDUCE: Final = re.compile(r"reduce_(bf16|fp16|fp8|fp32|in_f|out_)|reduce_fp8_in|sum_in_rank_order", re.IGNORECASE)
 _TE_RANGE: Final = re.compile(r"\.(forward|backward)\b.*?[._](qkv|proj|fc1|fc2)(?![a-z0-9])(.*)$")
-_TE_FUNCTION: Final = re.compile(r"^_?(LayerNorm)?(Linear|MLP)(Backward)?$|^_(GroupedLinear|Linear|LayerNorm\w+)$")
+_LAYER_FUNCTION: Final = re.compile(
+    r"^_?(LayerNorm)?(Linear|MLP)$|^_(GroupedLinear|LayerNorm\w+)$|^(ColumnLinear|RowLinear|BulkAllGather|BulkReduceScatter)$"
+)
 
 
 def kind_of(name: str, category: str = "kernel") -> Kind:
@@ -58,6 +60,6 @@ def gemm_of(range_name: str) -> str | None:
     return f"{block}_wgrad" if "wgrad" in rest else f"{block}_dgrad"
 
 
-def is_module_function(range_name: str) -> bool:
-    """An autograd function of Transformer Engine: says which layer, but not which of its GEMMs."""
-    return bool(_TE_FUNCTION.match(range_name.removesuffix("Backward")))
+def is_layer_function(range_name: str) -> bool:
+    """An autograd function of Transformer Engine or of ours: says which layer, but not which of its GEMMs."""
+    return bool(_LAYER_FUNCTION.match(range_name.removesuffix("Backward")))

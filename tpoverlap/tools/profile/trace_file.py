@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from tpoverlap.errors import TpOverlapError
 from tpoverlap.tools.profile.chrome import CATEGORY, span_of
-from tpoverlap.tools.profile.kernels import Kind, gemm_of, is_module_function, is_userbuffers, kind_of
+from tpoverlap.tools.profile.kernels import Kind, gemm_of, is_layer_function, is_userbuffers, kind_of
 from tpoverlap.tools.profile.model import PHASES, Phase, Span
 
 _DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -273,7 +273,7 @@ def _innermost(stack: Sequence[_Timed]) -> _Place | None:
             outermost = next(outer for outer in stack if gemm_of(outer.name) == gemm)
             return _Place(gemm, id(outermost))
     for one in reversed(stack):
-        if is_module_function(one.name):
+        if is_layer_function(one.name):
             return _Place(one.name, id(one))
     return None
 
