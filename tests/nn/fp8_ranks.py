@@ -247,3 +247,13 @@ def histories(rank: int, size: int) -> list[list[float]]:
             quantizer: Quantizer = state.input
             seen.append(quantizer.amax_history.tolist())
     return seen
+
+
+def fused_is_refused(rank: int, size: int) -> Outcome:
+    """FP8 does not run under fused in this version; said before any rank waits, and other layers are not affected."""
+    x, weight = _draw(4, HIDDEN, 0), _draw(FEATURES, HIDDEN, 1)
+    with _manager(ub_cfgs={"qkv_fprop": {"method": "fused"}}) as manager:
+        outcome = outcome_of(lambda: tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=tpo.Fp8State()))
+        y = tpo.all_gather_gemm(x, weight, manager.layer("fc1"), fp8=tpo.Fp8State())
+        assert isinstance(y, torch.Tensor) and relative_error(y, x.repeat(size, 1) @ weight.t()) < 0.0625
+    return outcome
