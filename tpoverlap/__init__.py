@@ -18,6 +18,7 @@ from tpoverlap.errors import (
     RankMismatchError,
     TpOverlapError,
 )
+from tpoverlap.gemm.fp8 import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Format, Fp8State
 from tpoverlap.manager import UserBufferManager
 from tpoverlap.memory_report import memory_estimate
 from tpoverlap.nn import (
@@ -25,6 +26,7 @@ from tpoverlap.nn import (
     bulk_all_gather,
     bulk_reduce_scatter,
     checkpoint_context_fn,
+    fp8_autocast,
     gemm_reduce_scatter,
     sync_replicated_grads,
 )
@@ -39,6 +41,11 @@ __all__ = [
     "CommOverlap",
     "CommOverlapP2P",
     "ConfigError",
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "Fp8State",
     "LayerCommunicators",
     "NotInitializedError",
     "OverlapConfig",
@@ -52,6 +59,7 @@ __all__ = [
     "bulk_all_gather",
     "bulk_reduce_scatter",
     "checkpoint_context_fn",
+    "fp8_autocast",
     "gemm_reduce_scatter",
     "memory_estimate",
     "nn",

@@ -76,6 +76,8 @@ class CommOverlap:
         self._own_shape: tuple[int, TokenPartition] | None = None
         self._overridden: CommOverlap | None = None
         self.scatter_staging: torch.Tensor | None = None
+        self.is_quantised = False
+        self._quantised: CommOverlap | None = None
 
     def __repr__(self) -> str:
         return (
@@ -86,11 +88,23 @@ class CommOverlap:
         """The same one: it belongs to the manager, which a copied model shares."""
         return self
 
+    def as_quantised(self) -> CommOverlap:
+        """The same name, options, regions and counters with a buffer of FP8 rows and an active shape of its own."""
+        if self._quantised is None:
+            self._quantised = copy.copy(self)
+            self._quantised.is_quantised = True
+        return self._quantised
+
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        """Of `get_buffer`: the manager's dtype, or uint8 (as in Transformer Engine) for FP8 rows."""
+        return torch.uint8 if self.is_quantised else self.manager.dtype
+
     def with_config(self, config: OverlapConfig) -> CommOverlap:
         """The same name, regions, shape and counters under other options: for one layer whose flags say so."""
         other = copy.copy(self)
         other.config, other._overridden = config, self
-        other.choices, other.chosen_for = {}, config
+        other.choices, other.chosen_for, other._quantised = {}, config, None
         return other
 
     @property
@@ -156,7 +170,7 @@ class CommOverlap:
             if self.scatter_staging is None:
                 manager = self.manager
                 self.scatter_staging = torch.empty(
-                    self.max_tokens, self.width, dtype=manager.dtype, device=manager.device
+                    self.max_tokens, self.width, dtype=self.buffer_dtype, device=manager.device
                 )
             return self.scatter_staging[rows]
         return self.manager.next_gather_slot(self, partition)[rows]

@@ -16,10 +16,10 @@ from tpoverlap.communicator import CommOverlap, LayerCommunicators, OperationUse
 from tpoverlap.config import KNOWN_NAMES, OverlapConfig, resolve
 from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import method_for_use
-from tpoverlap.errors import ActiveShapeError, CapacityError, ConfigError, NotInitializedError
+from tpoverlap.errors import CapacityError, ConfigError, NotInitializedError
 from tpoverlap.explanation import explanation
 from tpoverlap.memory import Backend, select_backend
-from tpoverlap.memory_report import default_max_rows, report_memory, standard_regions
+from tpoverlap.memory_report import manager_regions, report_memory, standard_regions
 from tpoverlap.method_tables import CacheSource, MethodTables
 from tpoverlap.name_table import NameTable
 from tpoverlap.overlap import OperationContext
@@ -32,9 +32,12 @@ from tpoverlap.setup import (
     Settings,
     parse_capacity,
     parse_max_rows,
+    parse_modes,
+    parse_registration,
+    refused_input,
     require_agreement,
     require_choice,
-    require_unquantised,
+    require_fp8,
     resolve_device,
     resolve_group,
     resolve_timeout,
@@ -66,7 +69,7 @@ class UserBufferManager:
         dtype: of the communicated activation: bfloat16, float16 or float32.
         device: None: the current GPU if there is one, else the CPU.
         ub_cfgs: options by GEMM name (mapping or YAML file), see docs/configuration.md.
-        quantization_modes: only ``None`` / "none" in this release (no FP8 yet).
+        quantization_modes: NONE (None), FP8 (for layers that have an `Fp8State`), or both; they share the regions.
         backend: "auto", "cuda", "shared" or "process_group"; or a `Backend` class, for tests.
         timeout_s: bound of every wait for a peer; None: the group's own time-out.
         on_overflow: "error", or "sequential" to run a T above C on the plain collectives.
@@ -110,9 +113,9 @@ class UserBufferManager:
             if not (isinstance(backend, type) and issubclass(backend, Backend)):
                 require_choice("backend", backend, BACKENDS)
             require_choice("on_overflow", on_overflow, OVERFLOW_MODES)
-            require_unquantised(quantization_modes)
+            self.quantization_modes = parse_modes(quantization_modes, self.device)
             self.max_rows_per_rank = parse_max_rows(max_rows_per_rank, self.capacity_shape[0], self.tp_size)
-            config = resolve(ub_cfgs, self.tp_size)
+            config = resolve(ub_cfgs, self.tp_size, fp8="fp8" in self.quantization_modes)
             self._pinned = pinned_methods(plan, self.tp_size, config)
             evidence = pinned_evidence(plan)
             settings = Settings(
@@ -125,6 +128,7 @@ class UserBufferManager:
                 self.max_rows_per_rank,
                 config.digest,
                 str(sorted(self._pinned.items()) + ([] if plan is None else [plan["hash"]])),
+                self.quantization_modes,
             )
         except Exception as error:  # of any kind: the other ranks are about to wait for this one
             settings = error
@@ -150,11 +154,16 @@ class UserBufferManager:
         self.backend_name, self.backend_reason = choice.backend.name, choice.reason
         self._tables.agree(self.group, self.device, self.backend_name, tuning_cache)
         capacity_tokens, width = self.capacity_shape
-        regions = standard_regions(capacity_tokens, width, self.dtype.itemsize, self.tp_size, self.max_rows_per_rank)
+        itemsize, rows = self.dtype.itemsize, self.max_rows_per_rank
+        regions = manager_regions(
+            capacity_tokens, width, itemsize, self.tp_size, rows, fp8="fp8" in self.quantization_modes
+        )
         streams = max((c.config.num_max_streams for c in self._names if c.config.method == "pipeline"), default=0)
         streams = max(streams, 3 if "pipeline" in self._pinned.values() or not self._tables.evidence.is_empty else 0)
         self.channel = Channel(choice.backend, regions, self.timeout_s, streams)
-        self.channel.diagnosis.know_possible(lambda: self._tables.possible_labels(self._names))
+        self.channel.diagnosis.know_possible(
+            lambda: self._tables.possible_labels(self._names, fp8="fp8" in self.quantization_modes)
+        )
 
     def _log_setup(self) -> None:
         if self.rank == 0:
@@ -183,7 +192,11 @@ class UserBufferManager:
         self.require_open()
         registration: Registration | Exception
         try:
-            registration = self._parse_registration(name, width, max_tokens, max_rows_per_rank)
+            if self.channel is not None:
+                self.channel.check()
+            self._names.require_new(name)
+            own = (self.capacity_shape[0], self.max_rows_per_rank)
+            registration = parse_registration(name, width, max_tokens, max_rows_per_rank, own, self.tp_size)
         except Exception as error:  # of any kind: the other ranks are about to wait for this one
             registration = error
         agreed = require_agreement(self.group, registration)
@@ -198,21 +211,6 @@ class UserBufferManager:
                 regions = (wanted[0].name, wanted[1].name)
         self._names.register(name, agreed.width, agreed.max_tokens, agreed.max_rows_per_rank, *regions)
         self._tables.forget()
-
-    def _parse_registration(
-        self, name: str, width: int, max_tokens: int | None, max_rows_per_rank: int | None
-    ) -> Registration:
-        if self.channel is not None:
-            self.channel.check()
-        self._names.require_new(name)
-        tokens, width = parse_capacity((self.capacity_shape[0] if max_tokens is None else max_tokens, width))
-        if max_rows_per_rank is None:
-            rows = default_max_rows(tokens, self.tp_size)
-            if self.max_rows_per_rank > default_max_rows(self.capacity_shape[0], self.tp_size):
-                rows = max(rows, min(tokens, self.max_rows_per_rank))  # uneven partitions are expected here
-        else:
-            rows = parse_max_rows(max_rows_per_rank, tokens, self.tp_size)
-        return Registration(name, width, tokens, rows)
 
     # -- active shape --------------------------------------------------------------------------------------------
 
@@ -264,10 +262,17 @@ class UserBufferManager:
 
     # -- names ---------------------------------------------------------------------------------------------------
 
-    def get(self, name: str) -> CommOverlap:
-        """The communicator of a GEMM name. Raises ConfigError, listing the names there are."""
+    def get(self, name: str, *, quantised: bool = False) -> CommOverlap:
+        """The communicator of a GEMM name; ``quantised``: the one whose buffer holds FP8 rows.
+
+        Raises:
+            ConfigError: no such name (the message lists those there are), or no FP8 mode.
+        """
         self.require_open()
-        return self._names.get(name)
+        if not quantised:
+            return self._names.get(name)
+        require_fp8(name, self.quantization_modes)
+        return self._names.get(name).as_quantised()
 
     def layer(self, name: str, *, row: bool | None = None) -> LayerCommunicators:
         """The communicators of a layer: what ``all_gather_gemm`` and ``gemm_reduce_scatter`` take.
@@ -377,7 +382,8 @@ class UserBufferManager:
         self.require_open()
         if self.channel is None:
             raise ConfigError("R = 1 has no communication buffer")
-        return self.channel.hand_out_slot(communicator.gather_region, (partition.total, communicator.width), self.dtype)
+        shape = (partition.total, communicator.width)
+        return self.channel.hand_out_slot(communicator.gather_region, shape, communicator.buffer_dtype)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
@@ -489,12 +495,4 @@ class UserBufferManager:
             return
         if name is not None:
             what = f"{name}: {what}"
-        if not isinstance(x, torch.Tensor):
-            raise ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
-        if x.dim() != 2:
-            raise ActiveShapeError(
-                f"{what} must be 2-D [tokens, features], got {list(x.shape)}; flatten batch and sequence"
-            )
-        if x.dtype != self.dtype:
-            raise ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {self.dtype}; cast it")
-        raise ActiveShapeError(f"{what} is on {x.device}, but the manager is on {self.device}; move it")
+        raise refused_input(x, what, self.dtype, self.device)

@@ -10,6 +10,7 @@ import torch
 from tpoverlap.comm import Channel
 from tpoverlap.config import resolve
 from tpoverlap.config.resolver import ConfigSource
+from tpoverlap.gemm.fp8 import SCALE_BYTES
 from tpoverlap.memory import ArenaLayout, RegionSpec
 from tpoverlap.memory.layout import gather_slot_bytes, scatter_slot_bytes
 from tpoverlap.setup import parse_capacity
@@ -30,6 +31,19 @@ def standard_regions(
     )
 
 
+def scales_region(capacity_tokens: int, tp_size: int) -> RegionSpec:
+    """Of FP8 managers: one float32 a rank, or a row of the gathered activation."""
+    return RegionSpec("scales", max(capacity_tokens, tp_size) * SCALE_BYTES)
+
+
+def manager_regions(
+    capacity_tokens: int, width: int, itemsize_bytes: int, tp_size: int, max_rows_per_rank: int, *, fp8: bool
+) -> tuple[RegionSpec, ...]:
+    """All regions of a new manager: the standard two, and with FP8 the scales'."""
+    regions = standard_regions(capacity_tokens, width, itemsize_bytes, tp_size, max_rows_per_rank)
+    return (*regions, scales_region(capacity_tokens, tp_size)) if fp8 else regions
+
+
 def memory_estimate(
     capacity_shape: tuple[int, int],
     tp_size: int,
@@ -37,6 +51,7 @@ def memory_estimate(
     *,
     dtype: torch.dtype = torch.bfloat16,
     max_rows_per_rank: int | None = None,
+    fp8: bool = False,
 ) -> dict[str, Any]:
     """Bytes a rank that ``UserBufferManager`` would register. No device, no process group.
 
@@ -46,6 +61,7 @@ def memory_estimate(
         ub_cfgs: checked; every name shares the same two regions, so options change nothing but staging.
         dtype: of the communicated activation.
         max_rows_per_rank: as for the manager.
+        fp8: whether quantization_modes has FP8: the same regions and a small one for scales.
 
     Returns:
         ``symmetric_bytes`` (all of it), ``control_bytes``, ``regions`` (bytes by name), ``staging_bytes`` (the most
@@ -53,14 +69,14 @@ def memory_estimate(
         buffers of TE at the same shape, for comparison).
     """
     capacity_tokens, width = parse_capacity(capacity_shape)
-    resolve(ub_cfgs, tp_size)
+    resolve(ub_cfgs, tp_size, fp8=fp8)
     rows = default_max_rows(capacity_tokens, tp_size) if max_rows_per_rank is None else max_rows_per_rank
     itemsize = dtype.itemsize
     if tp_size == 1:
         layout = ArenaLayout(1, ())
         total, control = 0, 0
     else:
-        layout = ArenaLayout(tp_size, standard_regions(capacity_tokens, width, itemsize, tp_size, rows))
+        layout = ArenaLayout(tp_size, manager_regions(capacity_tokens, width, itemsize, tp_size, rows, fp8=fp8))
         total, control = layout.total_bytes, layout.control_bytes
     return {
         "symmetric_bytes": total,

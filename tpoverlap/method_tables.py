@@ -22,6 +22,7 @@ from tpoverlap.dispatch import Decision, TokenDecisions, choose
 from tpoverlap.errors import ConfigError
 from tpoverlap.memory.base import agree
 from tpoverlap.overlap.context import possible_labels
+from tpoverlap.overlap.fp8 import FP8_TAGS
 from tpoverlap.tuning import Candidate, Evidence, Kind, Problem, cache_folder, read_entries, recognise
 from tpoverlap.tuning.cache import METHODS_VERSION
 
@@ -160,10 +161,10 @@ class MethodTables:
             f"nothing is known about features {features} at width {communicator.width}; " + self.evidence.why_no_device
         )
 
-    def possible_labels(self, communicators: Iterable[CommOverlap]) -> Iterator[str]:
+    def possible_labels(self, communicators: Iterable[CommOverlap], *, fp8: bool = False) -> Iterator[str]:
         """Every label that operations of these names can have had so far: how a peer's operation gets its name."""
         for one in communicators:
-            yield from possible_labels(one.name, one.config)
+            yield from possible_labels(one.name, one.config, FP8_TAGS if fp8 else ("",))
             for key, found in list(self._found.items()):
                 if key[0] == one.name and found is not None:
                     for decision in found.decisions:

@@ -15,6 +15,7 @@ from tpoverlap.errors import (
     NotInitializedError,
     RankMismatchError,
 )
+from tpoverlap.gemm.fp8 import require_device
 from tpoverlap.memory.base import agree
 from tpoverlap.tokens import as_int
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BACKENDS = ("auto", "shared", "cuda", "process_group")
 OVERFLOW_MODES = ("error", "sequential")
+QUANTIZATION_MODES = ("none", "fp8")
 DEFAULT_TIMEOUT_S = 1800.0
 MAX_TIMEOUT_S = 30 * 86400.0
 
@@ -44,6 +46,7 @@ class Settings:
     max_rows_per_rank: int
     ub_cfgs: str
     plan: str
+    quantization_modes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -179,11 +182,51 @@ def parse_max_rows(max_rows_per_rank: Any, max_tokens: int, tp_size: int) -> int
     return min(max_rows_per_rank, max_tokens)
 
 
-def require_unquantised(quantization_modes: Any) -> None:
-    """Raise ConfigError for any mode but NONE."""
-    modes = quantization_modes if isinstance(quantization_modes, list | tuple) else [quantization_modes]
-    for mode in modes:
-        if mode is not None and str(getattr(mode, "name", mode)).lower() != "none":
-            raise ConfigError(
-                f"quantization mode {mode!r} is not supported in this release; supported: NONE (no FP8 buffers yet)"
-            )
+def parse_registration(
+    name: str, width: int, max_tokens: int | None, max_rows: int | None, own: tuple[int, int], tp_size: int
+) -> Registration:
+    """A further name's width, capacity and rows; None takes the manager's ``own`` (capacity, rows a rank)."""
+    own_tokens, own_rows = own
+    tokens, width = parse_capacity((own_tokens if max_tokens is None else max_tokens, width))
+    rows = parse_max_rows(max_rows, tokens, tp_size)
+    if max_rows is None and own_rows > parse_max_rows(None, own_tokens, tp_size):
+        rows = max(rows, min(tokens, own_rows))  # uneven partitions are expected here
+    return Registration(name, width, tokens, rows)
+
+
+def parse_modes(quantization_modes: Any, device: torch.device) -> tuple[str, ...]:
+    """Which of "none" and "fp8" are asked for, in this order; nothing asked for is "none".
+
+    Raises:
+        ConfigError: an unknown mode, or one that the device cannot compute with.
+    """
+    given = quantization_modes if isinstance(quantization_modes, list | tuple) else [quantization_modes]
+    names = ["none" if mode is None else str(getattr(mode, "name", mode)).lower() for mode in given] or ["none"]
+    for mode, name in zip(given, names, strict=False):
+        if name not in QUANTIZATION_MODES:
+            raise ConfigError(f"quantization mode {mode!r} is unknown; use NONE, FP8 or both")
+    if "fp8" in names:
+        require_device(device)
+    return tuple(mode for mode in QUANTIZATION_MODES if mode in names)
+
+
+def require_fp8(name: str, modes: tuple[str, ...]) -> None:
+    """Raise ConfigError unless FP8 is among the manager's quantization ``modes``."""
+    if "fp8" not in modes:
+        raise ConfigError(
+            f"{name}: FP8 was asked for, but this manager has quantization_modes={list(modes)}; create it with "
+            "quantization_modes=['none', 'fp8']"
+        )
+
+
+def refused_input(x: Any, what: str, dtype: torch.dtype, device: torch.device) -> ActiveShapeError:
+    """The error for an input that is not 2-D, or not in the manager's dtype and on its device."""
+    if not isinstance(x, torch.Tensor):
+        return ActiveShapeError(f"{what} must be a tensor [tokens, features], got {type(x).__name__}")
+    if x.dim() != 2:
+        return ActiveShapeError(
+            f"{what} must be 2-D [tokens, features], got {list(x.shape)}; flatten batch and sequence"
+        )
+    if x.dtype != dtype:
+        return ActiveShapeError(f"{what} is {x.dtype}, but the manager communicates {dtype}; cast it")
+    return ActiveShapeError(f"{what} is on {x.device}, but the manager is on {device}; move it")

@@ -21,7 +21,9 @@ from tpoverlap.default_manager import (
     set_default_manager,
 )
 from tpoverlap.errors import ConfigError
+from tpoverlap.gemm.fp8 import DelayedScaling, Float8CurrentScaling, Format
 from tpoverlap.manager import UserBufferManager
+from tpoverlap.nn.fp8_context import fp8_autocast
 from tpoverlap.setup import TpSize, require_agreement, resolve_group
 from tpoverlap.tokens import as_int
 
@@ -29,8 +31,12 @@ __all__ = [
     "CommOverlap",
     "CommOverlapP2P",
     "CommOverlapType",
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Format",
     "UserBufferQuantizationMode",
     "destroy_ub",
+    "fp8_autocast",
     "get_manager",
     "get_ub",
     "initialize_ub",
@@ -42,7 +48,7 @@ logger = logging.getLogger("tpoverlap")
 
 
 class UserBufferQuantizationMode(Enum):
-    """Whether a buffer holds quantised bytes. FP8 is not in this release."""
+    """Whether a buffer holds quantised bytes."""
 
     NONE = "none"
     FP8 = "fp8"
@@ -75,28 +81,31 @@ def initialize_ub(
     Args:
         shape: the capacity; microbatches set less with `set_ub_active_shape`.
         tp_size: must be the size of ``tp_group``.
-        use_fp8, quantization_modes: only False / [NONE] in this release.
-        ub_cfgs: options by name; a list of one a mode is accepted (the first, for NONE, is used).
+        use_fp8, quantization_modes: FP8, [NONE] or [NONE, FP8]; both modes share the same regions.
+        ub_cfgs: options by name; a list may have one a mode, but the modes share names, so they have to be equal.
         bootstrap_backend, with_cublasmp: accepted, reported as ignored: set-up uses the process group itself.
         tp_group: ours: the tensor-parallel group; None: the default group, if it has tp_size ranks, else the block of
             tp_size consecutive ranks that this rank belongs to (as Transformer Engine does).
         options: further arguments of `UserBufferManager` (``device=``, ``timeout_s=``, ...).
 
     Raises:
-        ConfigError: initialised already, FP8 asked for, or tp_size is not the group's size.
+        ConfigError: initialised already, FP8 asked for on a device without it, other options for one mode than for
+            another, or tp_size is not the group's size.
     """
     if has_default_manager():
         raise ConfigError("initialize_ub was called twice: call destroy_ub() first")
     modes = list(quantization_modes or [])
-    if use_fp8:
+    if use_fp8 and not modes:
         modes.append(UserBufferQuantizationMode.FP8)
     for name, value in (("bootstrap_backend", bootstrap_backend), ("with_cublasmp", with_cublasmp)):
         if value:
             logger.warning("initialize_ub: %s=%r is ignored: set-up goes through the process group", name, value)
+    wrong = None
     if isinstance(ub_cfgs, list | tuple):
+        wrong = _unless_equal(ub_cfgs)
         ub_cfgs = ub_cfgs[0] if ub_cfgs else None
     manager = UserBufferManager(
-        _tp_group(tp_group, tp_size),
+        _tp_group(tp_group, tp_size, wrong),
         shape,  # type: ignore[arg-type]  # any sequence; the manager refuses what is not (C, H), on every rank
         dtype,
         ub_cfgs=ub_cfgs,
@@ -107,13 +116,22 @@ def initialize_ub(
     return manager
 
 
-def _tp_group(tp_group: Any, tp_size: int) -> Any:
+def _unless_equal(ub_cfgs: Sequence[Any]) -> ConfigError | None:
+    """The error for a list, one configuration a quantization mode, that are not the same."""
+    if all(one == ub_cfgs[0] for one in ub_cfgs[1:]):
+        return None
+    return ConfigError(
+        f"ub_cfgs has {len(ub_cfgs)} different configurations, one a quantization mode, but the modes share names "
+        "and options here; pass one, with fp8_buf where FP8 rows should be reduce-scattered"
+    )
+
+
+def _tp_group(tp_group: Any, tp_size: int, wrong: ConfigError | None) -> Any:
     import torch.distributed as dist
 
     group = resolve_group(tp_group)
     size = group.size()
     size_as_int = as_int(tp_size)
-    wrong: ConfigError | None = None
     if size_as_int is None or size_as_int < 1:
         wrong = ConfigError(f"tp_size must be a whole number of at least 1, got {tp_size!r}")
     elif tp_group is not None and size != tp_size:
@@ -139,11 +157,12 @@ def set_ub_active_shape(shape: Sequence[int]) -> None:
 
 
 def get_ub(name: str, use_fp8: bool = False) -> CommOverlap:
-    """The communicator of a GEMM name."""
-    manager = get_manager()
-    if use_fp8:
-        raise ConfigError(f"get_ub({name!r}, use_fp8=True): FP8 buffers are not in this release; use_fp8=False works")
-    return manager.get(name)
+    """The communicator of a GEMM name; ``use_fp8``: the one whose buffer holds FP8 rows, as uint8.
+
+    Raises:
+        ConfigError: no such name, or `initialize_ub` was not given the FP8 mode.
+    """
+    return get_manager().get(name, quantised=use_fp8)
 
 
 def is_ub_initialized() -> bool:

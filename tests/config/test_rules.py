@@ -42,8 +42,12 @@ CASES: dict[str, tuple[dict[Any, Any], dict[str, Any], tuple[str, str], dict[Any
     "sm-copy-unsupported": (
         {"qkv_dgrad": BULK | {"use_ce": 0}}, EARLIER, ("qkv_dgrad", "use_ce"), {"fc2_fprop": PIPELINE | {"use_ce": 0}},
     ),
+    "fp8-gather-in-original-dtype": (
+        {"fc1_fprop": {"fp8_buf": 0}}, {"fp8": True}, ("fc1_fprop", "fp8_buf"), {"fc2_fprop": {"fp8_buf": 0}},
+    ),
     "fp8-buffer-unsupported": (
-        {"fc2_fprop": {"fp8_buf": 1}}, {"fp8": True}, ("fc2_fprop", "fp8_buf"), {"fc2_fprop": {"fp8_buf": 0}},
+        {"fc2_fprop": {"fp8_buf": 1}}, {"fp8": True, "supported": SUPPORTED - {"fp8"}}, ("fc2_fprop", "fp8_buf"),
+        {"fc2_fprop": {"fp8_buf": 0}},
     ),
     "pipeline-all-gather": ({"mtp": PIPELINE | AG}, {}, ("mtp", "method"), {"mtp": PIPELINE | RS}),
     "bulk-without-independent-gemm": ({"fc2_fprop": BULK}, {}, ("fc2_fprop", "method"), {"mtp": BULK | AG}),

@@ -49,7 +49,6 @@ def _plan_of_another_version(size: int) -> dict[str, Any]:
     return plan | {"hash": plan_hash(plan)}
 
 
-FP8 = te.UserBufferQuantizationMode.FP8
 NONE = te.UserBufferQuantizationMode.NONE
 
 BAD_SET_UPS: dict[str, BadSetUp] = {
@@ -75,8 +74,7 @@ BAD_SET_UPS: dict[str, BadSetUp] = {
     "on_overflow": _bad("ConfigError", ("on_overflow='truncate'", "error, sequential"), on_overflow="truncate"),
     "max_rows_per_rank: zero": _bad("ConfigError", ("max_rows_per_rank", "positive", "0"), max_rows_per_rank=0),
     "max_rows_per_rank: fraction": _bad("ConfigError", ("max_rows_per_rank", "2.5"), max_rows_per_rank=2.5),
-    "quantization: FP8": _bad("ConfigError", ("FP8", "NONE"), quantization_modes=[FP8]),
-    "quantization: FP8 beside NONE": _bad("ConfigError", ("FP8", "NONE"), quantization_modes=[NONE, FP8]),
+    "quantization: beside NONE": _bad("ConfigError", ("'mxfp8'", "NONE, FP8"), quantization_modes=[NONE, "mxfp8"]),
     "quantization: by name": _bad("ConfigError", ("'mxfp8'", "NONE"), quantization_modes="mxfp8"),
     "config: unknown option": _config(("qkv_fprop.metod", "did you mean 'method'"), qkv_fprop={"metod": "bulk"}),
     "config: unknown method": _config(("'ring'", "did you mean 'ring_exchange'"), qkv_fprop={"method": "ring"}),

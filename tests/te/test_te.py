@@ -40,7 +40,7 @@ def test_defaults(rank_pool: Pools) -> None:
         assert "bootstrap_backend='mpi'" in result["lines"][0] and "with_cublasmp=True" in result["lines"][1]
         assert result["kinds"] == [True, "CommOverlap"] and result["p2p"]
         require(result["unknown"], "ConfigError", ("'qvk_fprop'", "qkv_fprop"), "unknown name")
-        require(result["fp8"], "ConfigError", ("FP8", "use_fp8=False"), "FP8 buffer")
+        require(result["fp8"], "ConfigError", ("qkv_fprop", "quantization_modes=['none', 'fp8']"), "FP8 buffer")
         require(result["shape"], "ActiveShapeError", ("[5, 16, 1]", "(T, H)"), "shape")
 
 
@@ -50,8 +50,8 @@ REFUSED = {
     "tp_size negative": ("ConfigError", ("tp_size", "at least 1", "-2")),
     "tp_size text": ("ConfigError", ("tp_size", "'2'")),
     "tp_size of the group": ("ConfigError", ("tp_size=3", "2 ranks")),
-    "use_fp8": ("ConfigError", ("FP8", "NONE")),
-    "FP8 mode": ("ConfigError", ("FP8", "NONE")),
+    "unknown mode": ("ConfigError", ("'mxfp8'", "NONE, FP8")),
+    "a configuration a mode": ("ConfigError", ("2 different configurations", "pass one")),
     "shape": ("ActiveShapeError", ("[24]", "(C, H)")),
     "shape is a number": ("ActiveShapeError", ("24", "(C, H)")),
     "zero": ("ActiveShapeError", ("[0, 16]", "at least 1")),

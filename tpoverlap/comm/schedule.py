@@ -119,11 +119,18 @@ def reduce_scatter_schedule(
 
 
 @lru_cache(maxsize=256)
-def pipeline_schedule(partition: TokenPartition, width: int, rank: int, num_splits: int) -> tuple[Step, ...]:
+def pipeline_schedule(
+    partition: TokenPartition, width: int, rank: int, num_splits: int, granule: int = 1, trailer: int = 0
+) -> tuple[Step, ...]:
     """Reduce-scatter of column splits: step j moves columns of split j of every peer's rows.
 
     Slots hold split after split, and inside each one contiguous [T_r, width_j] block a source: a strided copy would
     not run on a copy engine.
+
+    Args:
+        partition, width, rank: as above.
+        num_splits, granule: see `column_splits`.
+        trailer: elements that every row of every split has at its end (scales of FP8 rows).
     """
     size = partition.tp_size
 
@@ -137,7 +144,8 @@ def pipeline_schedule(partition: TokenPartition, width: int, rank: int, num_spli
         return (Transfer(split, source, destination, split, rows.start, rows.stop, base, start, stop),)
 
     steps = []
-    for split, columns in enumerate(column_splits(width, num_splits)):
+    for split, (start, stop) in enumerate(column_splits(width, num_splits, granule)):
+        columns = start + split * trailer, stop + (split + 1) * trailer
         others = [(rank + offset) % size for offset in range(1, size)]
         sends = tuple(transfer for peer in others for transfer in block(split, columns, rank, peer))
         receives = tuple(transfer for peer in others for transfer in block(split, columns, peer, rank))
@@ -163,10 +171,14 @@ def scatter_block(source: int, owner: int) -> int:
     return source if source < owner else source - 1
 
 
-def column_splits(width: int, num_splits: int) -> tuple[tuple[int, int], ...]:
-    """``num_splits`` (or ``width``, if that is less) nearly equal column ranges."""
-    count = min(num_splits, width)
-    return tuple((width * i // count, width * (i + 1) // count) for i in range(count))
+def column_splits(width: int, num_splits: int, granule: int = 1) -> tuple[tuple[int, int], ...]:
+    """``num_splits`` nearly equal column ranges in multiples of ``granule``, which divides ``width``.
+
+    Fewer, if there are fewer granules.
+    """
+    granules = width // granule
+    count = min(num_splits, granules)
+    return tuple((granules * i // count * granule, granules * (i + 1) // count * granule) for i in range(count))
 
 
 def _pieces(start: int, count: int, max_piece_rows: int | None) -> tuple[tuple[int, int, int], ...]:

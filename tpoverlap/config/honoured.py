@@ -13,6 +13,8 @@ from tpoverlap.config.options import OverlapConfig
 _ALWAYS: Final = frozenset({"method", "is_reduce_scatter"})
 
 # Switched off, they ask for what happens anyway. (``use_ce: false`` is no such thing: it asks for another copy.)
+FP8_SCATTERS: Final = ("ring_exchange", "pipeline", "auto")
+"""Methods whose reduce-scatter can move FP8 rows (``fp8_buf``)."""
 _EXTRAS: Final = frozenset({"set_sm_margin", "aggregate", "atomic_gemm", "fp8_buf", "pipeline_rs_overlap_first_gemm"})
 
 # Copy blocks on multiprocessors exist only where the copy engine is switched off.
@@ -56,7 +58,7 @@ def is_honoured(config: OverlapConfig, key: str, fp8: bool = False) -> bool:
     if key in _EXTRAS and not getattr(config, key):
         return True
     if key == "fp8_buf":
-        return fp8
+        return fp8 and (not config.is_reduce_scatter or config.method in FP8_SCATTERS)
     if key in _COPY_BLOCKS:
         return config.method in _COPY_BLOCKS[key] and not config.use_ce
     if key == "aggregate" and config.is_reduce_scatter:
@@ -70,6 +72,8 @@ def why_ignored(config: OverlapConfig, key: str) -> str:
         return "sequential overlaps nothing"
     if key == "set_sm_margin" and not config.use_ce:
         return "its GEMM is cuBLAS's, which takes every multiprocessor; only method fused can leave some free"
+    if key == "fp8_buf" and config.is_reduce_scatter and config.method not in FP8_SCATTERS:
+        return "only ring_exchange and pipeline reduce-scatter FP8 rows; it moves sums in the original dtype"
     return _BECAUSE[key]
 
 

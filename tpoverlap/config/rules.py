@@ -16,9 +16,9 @@ from tpoverlap.config.options import METHODS, OPTION_KEYS, OPTION_KINDS, Overlap
 from tpoverlap.config.surroundings import Surroundings
 
 SUPPORTED: Final = frozenset(
-    {"ring_exchange", "pipeline", "bulk", "fused", "sequential", "auto", "atomic_gemm", "sm_copy"}
+    {"ring_exchange", "pipeline", "bulk", "fused", "sequential", "auto", "atomic_gemm", "sm_copy", "fp8"}
 )
-"""What this release can run; "sm_copy" is ``use_ce: false``. A later one adds "fp8"."""
+"""What this release can run; "sm_copy" is ``use_ce: false``."""
 
 Stage = Literal["top", "options", "config", "file"]
 """top: any top-level key · options: one entry's raw keys · config: its filled-in config · file: all entries."""

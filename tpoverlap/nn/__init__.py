@@ -1,6 +1,7 @@
 """WHAT USERS CALL: autograd functions and layers."""
 
 from tpoverlap.nn.cross_entropy import vocab_parallel_cross_entropy
+from tpoverlap.nn.fp8_context import fp8_autocast
 from tpoverlap.nn.functional import all_gather_gemm, bulk_all_gather, bulk_reduce_scatter, gemm_reduce_scatter
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.layer_norm_mlp import LayerNormMLP
@@ -27,6 +28,7 @@ __all__ = [
     "bulk_all_gather",
     "bulk_reduce_scatter",
     "checkpoint_context_fn",
+    "fp8_autocast",
     "gemm_reduce_scatter",
     "sync_replicated_grads",
     "vocab_parallel_cross_entropy",

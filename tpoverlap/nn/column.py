@@ -59,7 +59,7 @@ class ColumnLinear(torch.autograd.Function):
         assert all(weight is not None for weight in weights), "weights are never None"
         outs = [x_shard_t.new_empty(partition.total, w.shape[0]) for w in weights if w is not None]
         gathered: list[torch.Tensor] = []
-        saves = _saves_gathered(layer) and any(ctx.needs_input_grad[5 : 5 + num_weights])
+        saves = saves_gathered(layer) and any(ctx.needs_input_grad[5 : 5 + num_weights])
 
         def keep(whole: torch.Tensor) -> None:
             gathered.append(whole.clone() if return_gathered else keepable(layer.manager, whole))
@@ -91,15 +91,16 @@ class ColumnLinear(torch.autograd.Function):
         addend = grads[ctx.num_weights] if ctx.return_gathered else None
         needs_x, needs_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[5 : 5 + ctx.num_weights]
         needs_biases = ctx.needs_input_grad[5 + ctx.num_weights :]
-        backward = _Backward(
-            layer, ctx.partition, x, weights, ctx.parameters, output_grads, addend, list(needs_weights)
+        input_grad = PartialGemm(output_grads, weights, addend)
+        backward = ColumnBackward(
+            layer, ctx.partition, x, ctx.parameters, output_grads, input_grad, list(needs_weights)
         )
         x_grad = backward.run(needs_x)
         bias_grads = [dy.sum(0) if needed else None for dy, needed in zip(output_grads, needs_biases, strict=True)]
         return (None, None, None, x_grad, None, *backward.weight_grads, *bias_grads)
 
 
-class _Backward:
+class ColumnBackward:
     """One backward pass: which gather, which GEMM and which scatter run, and what runs beside what.
 
     ``x`` is the shard [T_r, K], or the gathered [T, K] if the layer saves that and a weight trains.
@@ -110,10 +111,9 @@ class _Backward:
         layer: LayerCommunicators,
         partition: TokenPartition,
         x: torch.Tensor,
-        weights: list[torch.Tensor],
         parameters: Sequence[torch.Tensor],
-        output_grads: list[torch.Tensor],
-        addend: torch.Tensor | None,
+        output_grads: Sequence[torch.Tensor],
+        input_grad: PartialGemm,
         needs_weights: list[bool],
     ) -> None:
         self.layer = layer
@@ -123,9 +123,9 @@ class _Backward:
         self.output_grads = output_grads
         self.needs_weights = needs_weights
         self.grads = grads_of(layer)
-        self.input_grad = PartialGemm(output_grads, weights, addend)
+        self.input_grad = input_grad
         self.features = sum(grad.shape[1] for grad in output_grads)  # T enters the choice of method by this shape
-        self.weight_grads: list[torch.Tensor | None] = [None] * len(weights)
+        self.weight_grads: list[torch.Tensor | None] = [None] * len(needs_weights)
 
     def run(self, needs_x: bool) -> torch.Tensor | None:
         """Fills ``weight_grads``; returns dx_shard [T_r, K] when the input needs it."""
@@ -133,7 +133,7 @@ class _Backward:
             self.weight_grads = self.grads.skip(len(self.needs_weights))
             return self._input_only() if needs_x else None
         in_dgrad = self.layer.scatters_in_dgrad or self.grads.delayed is not None
-        if _saves_gathered(self.layer):
+        if saves_gathered(self.layer):
             if needs_x and not in_dgrad:
                 partial = self.input_grad.empty(self.partition.total, self.input_grad.width)
                 self.input_grad.rows(0, self.partition.total, partial)
@@ -203,5 +203,6 @@ class _Backward:
         return self.layer.manager
 
 
-def _saves_gathered(layer: LayerCommunicators) -> bool:
+def saves_gathered(layer: LayerCommunicators) -> bool:
+    """Whether backward finds the gathered input saved."""
     return isinstance(layer, LayerView) and layer.save_gathered

@@ -9,8 +9,10 @@ import torch
 
 from tpoverlap.communicator import CommOverlap, Communicators
 from tpoverlap.errors import ActiveShapeError
+from tpoverlap.gemm.fp8 import Fp8State
 from tpoverlap.nn.bulk import BulkAllGather, BulkReduceScatter
 from tpoverlap.nn.column import ColumnLinear
+from tpoverlap.nn.fp8 import Fp8ColumnLinear, Fp8RowLinear, require_fp8_gemm, require_unquantised
 from tpoverlap.nn.inputs import (
     as_layer,
     full_partition,
@@ -35,6 +37,7 @@ def all_gather_gemm(
     bias: Bias = None,
     partition: TokenPartition | None = None,
     return_gathered: bool = False,
+    fp8: Fp8State | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Y = all_gather(x_shard_t) @ weight.T + bias, with the gather hidden behind the GEMM. Differentiable.
 
@@ -45,13 +48,14 @@ def all_gather_gemm(
         bias: [N], or one (or None) a weight.
         partition: rows of each rank; None: the active shape, else T = R * T_r.
         return_gathered: also return the gathered x, an ordinary differentiable [T, K] tensor.
+        fp8: this layer's FP8 state: the gather then moves FP8 rows, and all its GEMMs run in FP8 (`tpoverlap.nn.fp8`).
 
     Returns:
         [T, N]; a tuple of them for several weights; the gathered x comes last if asked for.
 
     Raises:
         ActiveShapeError: a tensor contradicts the active shape, the registered width, the dtype or the device.
-        CapacityError: T does not fit. ConfigError: ``comm`` is for reduce-scatter.
+        CapacityError: T does not fit. ConfigError: ``comm`` is for reduce-scatter, or FP8 is not to be had here.
         RankMismatchError, PeerTimeoutError: see docs/protocol.md.
     """
     layer = as_layer(comm, row=False)
@@ -67,9 +71,18 @@ def all_gather_gemm(
     for one_weight, one_bias in zip(weights, biases, strict=True):
         if one_bias is not None:
             _require_bias(layer.name, one_weight, one_bias)
-    outputs: tuple[torch.Tensor, ...] = _apply(
-        layer.manager, ColumnLinear, layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases
-    )
+    manager = layer.manager
+    outputs: tuple[torch.Tensor, ...]
+    if fp8 is None:
+        require_unquantised(comm)
+        outputs = _apply(
+            manager, ColumnLinear, layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases
+        )
+    else:
+        require_fp8_gemm(layer, fp8, x_shard_t, weights)
+        outputs = _apply(
+            manager, Fp8ColumnLinear, layer, resolved, return_gathered, fp8, x_shard_t, len(weights), *weights, *biases
+        )
     return outputs[0] if isinstance(weight, torch.Tensor) and not return_gathered else outputs
 
 
@@ -79,6 +92,7 @@ def gemm_reduce_scatter(
     comm: Communicators,
     bias: torch.Tensor | None = None,
     partition: TokenPartition | None = None,
+    fp8: Fp8State | None = None,
 ) -> torch.Tensor:
     """y_shard = reduce_scatter(x @ weight.T) + bias, with the scatter hidden behind the GEMM. Differentiable.
 
@@ -89,6 +103,8 @@ def gemm_reduce_scatter(
         bias: [N], added once by the rank that owns the row. Its gradient covers own rows only: see
             `sync_replicated_grads`.
         partition: rows of each rank; None: the active shape, else balanced.
+        fp8: this layer's FP8 state: all its GEMMs run in FP8, backward gathers FP8 rows, and with ``fp8_buf`` in the
+            configuration the reduce-scatter moves FP8 rows, too.
 
     Returns:
         [T_r, N]: float32 sum in rank order of partial sums rounded once, rounded once.
@@ -102,7 +118,13 @@ def gemm_reduce_scatter(
     require_output_width(layer.fprop, weight.shape[0])
     if bias is not None:
         _require_bias(layer.name, weight, bias)
-    result: torch.Tensor = _apply(layer.manager, RowLinear, layer, resolved, x, weight, bias)
+    result: torch.Tensor
+    if fp8 is None:
+        require_unquantised(comm)
+        result = _apply(layer.manager, RowLinear, layer, resolved, x, weight, bias)
+    else:
+        require_fp8_gemm(layer, fp8, x, [weight])
+        result = _apply(layer.manager, Fp8RowLinear, layer, resolved, fp8, x, weight, bias)
     return result
 
 

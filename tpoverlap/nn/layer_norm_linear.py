@@ -8,6 +8,8 @@ import torch
 
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.errors import ConfigError
+from tpoverlap.gemm.fp8 import Recipe
+from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.norm import NormOptions
 from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
@@ -88,6 +90,7 @@ class LayerNormLinear(ParallelLayer):
         ub_overlap_rs_dgrad: bool | None = None,
         ub_bulk_dgrad: bool | None = None,
         ub_bulk_wgrad: bool | None = None,
+        fp8_recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         if parallel_mode != "column":
@@ -105,7 +108,8 @@ class LayerNormLinear(ParallelLayer):
         options = GemmOptions(
             self.manager, sequence_parallel, flags, save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute
         )
-        self._gemms = (options.gemm(ub_name, row=False),)
+        self.fp8 = Fp8Slot(fp8_recipe, self.manager.device)
+        self._gemms = (options.gemm(ub_name, row=False, fp8=self.fp8),)
         rows = divided(f"{ub_name}: out_features", out_features, self.manager)
         self._norm.add_parameters(self, self.manager, device, params_dtype, sequence_parallel=sequence_parallel)
         self.weight = empty_parameter((rows, in_features), self.manager, device, params_dtype)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tpoverlap.gemm.fp8 import Recipe
 from tpoverlap.nn.activation import activate, is_gated, require_activation
+from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.layer_norm_linear import Output
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.norm import NormOptions
@@ -89,6 +91,7 @@ class LayerNormMLP(ParallelLayer):
         ub_overlap_rs_dgrad: bool | None = None,
         ub_bulk_dgrad: bool | None = None,
         ub_bulk_wgrad: bool | None = None,
+        fp8_recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         require_activation(activation)
@@ -103,7 +106,11 @@ class LayerNormMLP(ParallelLayer):
         options = GemmOptions(
             self.manager, sequence_parallel, flags, save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute
         )
-        self._gemms = (options.gemm(ub_names[0], row=False), options.gemm(ub_names[1], row=True))
+        self.fc1_fp8, self.fc2_fp8 = (Fp8Slot(fp8_recipe, self.manager.device) for _ in range(2))
+        self._gemms = (
+            options.gemm(ub_names[0], row=False, fp8=self.fc1_fp8),
+            options.gemm(ub_names[1], row=True, fp8=self.fc2_fp8),
+        )
         features = divided(f"{ub_names[0]}: ffn_hidden_size", ffn_hidden_size, self.manager)
         fc1_rows = 2 * features if is_gated(activation) else features
 

@@ -8,6 +8,8 @@ import torch
 
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.errors import ConfigError
+from tpoverlap.gemm.fp8 import Recipe
+from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
 from tpoverlap.nn.parameters import (
@@ -54,6 +56,7 @@ class Linear(ParallelLayer):
         save_gathered: a column layer keeps the gathered input [T, in] for backward, and gathers once.
         fuse_wgrad_accumulation, delay_wgrad_compute: see `tpoverlap.nn.weight_grads`.
         ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: see `tpoverlap.nn.layer_view`.
+        fp8_recipe: run in FP8; None: only inside `fp8_autocast`.
 
     Raises:
         ConfigError: the cut feature size is not divisible by R, the mode contradicts the name's configuration, or
@@ -88,6 +91,7 @@ class Linear(ParallelLayer):
         ub_overlap_rs_dgrad: bool | None = None,
         ub_bulk_dgrad: bool | None = None,
         ub_bulk_wgrad: bool | None = None,
+        fp8_recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         if parallel_mode not in ("column", "row"):
@@ -100,7 +104,8 @@ class Linear(ParallelLayer):
         options = GemmOptions(
             self.manager, sequence_parallel, flags, save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute
         )
-        self._gemms = (options.gemm(ub_name, row=row),)
+        self.fp8 = Fp8Slot(fp8_recipe, self.manager.device)
+        self._gemms = (options.gemm(ub_name, row=row, fp8=self.fp8),)
         rows, columns = out_features, in_features
         if row:
             columns = divided(f"{ub_name}: in_features", in_features, self.manager)

@@ -8,7 +8,9 @@ import torch
 
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.errors import ConfigError
+from tpoverlap.gemm.fp8 import Fp8State
 from tpoverlap.nn.all_reduce import ColumnWhole, RowWhole
+from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.functional import all_gather_gemm, gemm_reduce_scatter
 from tpoverlap.nn.inputs import full_partition, require_matmul, require_output_width
 from tpoverlap.nn.layer_view import LayerView, OverlapFlags, view_of
@@ -30,6 +32,7 @@ class ParallelGemm:
             all-reduce (`tpoverlap.nn.all_reduce`).
         flags: Transformer Engine's ``ub_*``.
         save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute: see `LayerView` and `WeightGrads`.
+        fp8: whether, and how, a forward runs in FP8; a submodule of the layer.
 
     Raises:
         ConfigError: no name, flags that contradict each other, or a mode that contradicts the name's configuration.
@@ -46,6 +49,7 @@ class ParallelGemm:
         save_gathered: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        fp8: Fp8Slot | None = None,
     ) -> None:
         if not ub_name:
             raise ConfigError(
@@ -56,7 +60,7 @@ class ParallelGemm:
         self.delayed = DelayedWork() if delay_wgrad_compute else None
         self._flags = OverlapFlags() if flags is None else flags
         self._flags.require_consistent(delay_wgrad_compute=delay_wgrad_compute)
-        self._save_gathered = save_gathered
+        self._save_gathered, self._fp8 = save_gathered, fp8
         self._weight_grads = WeightGrads(fuse_wgrad_accumulation, self.delayed)
         self._base: LayerCommunicators | None = None
         self._views: tuple[LayerView, LayerView]
@@ -80,11 +84,12 @@ class ParallelGemm:
         """(y [T, N], the gathered x [T, K] or None) of x [T_r, K], or of x [T, K] without sequence parallelism."""
         view = self._view(weight)
         if not self.sequence_parallel:
+            self._fp8_state()
             full_partition(view.fprop, x, partition)
             require_matmul(view.fprop, x, [weight])
             require_output_width(view.dgrad, weight.shape[1])
             return _apply(ColumnWhole, view, x, weight, bias), x if return_gathered else None
-        result = all_gather_gemm(x, weight, view, bias, partition, return_gathered)
+        result = all_gather_gemm(x, weight, view, bias, partition, return_gathered, self._fp8_state())
         return (result, None) if isinstance(result, torch.Tensor) else (result[0], result[1])
 
     def row_parallel(
@@ -93,11 +98,12 @@ class ParallelGemm:
         """Y [T_r, N], or [T, N] without sequence parallelism, of x [T, K]."""
         view = self._view(weight)
         if not self.sequence_parallel:
+            self._fp8_state()
             full_partition(view.fprop, x, partition)
             require_matmul(view.fprop, x, [weight])
             require_output_width(view.fprop, weight.shape[0])
             return _apply(RowWhole, view, x, weight, bias)
-        return gemm_reduce_scatter(x, weight, view, bias, partition)
+        return gemm_reduce_scatter(x, weight, view, bias, partition, self._fp8_state())
 
     def backward_dw(self) -> None:
         """Compute the oldest delayed weight gradient; nothing unless ``delay_wgrad_compute``.
@@ -107,6 +113,15 @@ class ParallelGemm:
         """
         if self.delayed is not None:
             self.delayed.run_oldest(self.ub_name)
+
+    def _fp8_state(self) -> Fp8State | None:
+        state = None if self._fp8 is None else self._fp8.current()
+        if state is not None and not self.sequence_parallel:
+            raise ConfigError(
+                f"{self.ub_name}: FP8 needs sequence_parallel=True in this version; without it, switch FP8 off for "
+                "this layer with fp8_autocast(enabled=False)"
+            )
+        return state
 
     def _view(self, weight: torch.Tensor) -> LayerView:
         self._weight_grads.require_target(self.ub_name, weight)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.parallel_gemm import ParallelGemm
 
@@ -25,7 +26,7 @@ class GemmOptions:
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
 
-    def gemm(self, ub_name: str | None, *, row: bool) -> ParallelGemm:
+    def gemm(self, ub_name: str | None, *, row: bool, fp8: Fp8Slot | None = None) -> ParallelGemm:
         """One GEMM under these options."""
         return ParallelGemm(
             self.manager,
@@ -36,6 +37,7 @@ class GemmOptions:
             save_gathered=self.save_gathered,
             fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
             delay_wgrad_compute=self.delay_wgrad_compute,
+            fp8=fp8,
         )
 
 

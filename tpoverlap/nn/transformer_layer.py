@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpoverlap.errors import ConfigError
+from tpoverlap.gemm.fp8 import Recipe
 from tpoverlap.nn.layer_norm_mlp import LayerNormMLP
 from tpoverlap.nn.multihead_attention import MultiheadAttention
 from tpoverlap.nn.parameters import InitMethod, resolve_manager
@@ -75,6 +76,7 @@ class TransformerLayer(torch.nn.Module):
         ub_overlap_rs_dgrad: bool | None = None,
         ub_bulk_dgrad: bool | None = None,
         ub_bulk_wgrad: bool | None = None,
+        fp8_recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         if hidden_dropout:
@@ -99,6 +101,7 @@ class TransformerLayer(torch.nn.Module):
             "save_gathered": save_gathered,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "delay_wgrad_compute": delay_wgrad_compute,
+            "fp8_recipe": fp8_recipe,
             **dict(zip(_FLAGS, flags, strict=True)),
         }
         self.self_attention = MultiheadAttention(

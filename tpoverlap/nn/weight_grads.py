@@ -91,6 +91,7 @@ class WeightGrads:
         needed: Sequence[bool],
         output_grads: Sequence[torch.Tensor],
         x: torch.Tensor,
+        multiply: Multiply | None = None,
     ) -> list[torch.Tensor | None]:
         """What autograd gets for each weight.
 
@@ -99,13 +100,16 @@ class WeightGrads:
             needed: whether each trains.
             output_grads: dy, [T, N_i] each, contiguous.
             x: [T, K], the input that all of them share. A delayed GEMM reads it later: not a view of a buffer then.
+            multiply: gives dW of weight number i; None: ``output_grads[i]^T @ x``.
         """
         if self.delayed is not None:
-            self.delayed.push(lambda: self._write(parameters, needed, output_grads, x))
+            self.delayed.push(lambda: self._write(parameters, needed, output_grads, x, multiply))
             return [None] * len(needed)
         if self.accumulate:
-            self._write(parameters, needed, output_grads, x)
+            self._write(parameters, needed, output_grads, x, multiply)
             return [_dummy(weight) if one else None for weight, one in zip(parameters, needed, strict=True)]
+        if multiply is not None:
+            return [multiply(index) if one else None for index, one in enumerate(needed)]
         return [weight_grad(dy, x) if one else None for dy, one in zip(output_grads, needed, strict=True)]
 
     def skip(self, num_weights: int) -> list[torch.Tensor | None]:
@@ -120,17 +124,26 @@ class WeightGrads:
         needed: Sequence[bool],
         output_grads: Sequence[torch.Tensor],
         x: torch.Tensor,
+        multiply: Multiply | None,
     ) -> None:
-        for weight, one, dy in zip(parameters, needed, output_grads, strict=True):
+        for index, (weight, one, dy) in enumerate(zip(parameters, needed, output_grads, strict=True)):
             if not one:
                 continue
-            if self.accumulate:
+            if multiply is not None:
+                grad = multiply(index)
+                if self.accumulate:
+                    weight.main_grad.add_(grad)  # type: ignore[attr-defined]  # Megatron's attribute
+                else:
+                    weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            elif self.accumulate:
                 _add_weight_grad(weight.main_grad, dy, x)  # type: ignore[attr-defined]  # Megatron's attribute
             elif weight.grad is None:
                 weight.grad = weight_grad(dy, x)
             else:
                 _add_weight_grad(weight.grad, dy, x)
 
+
+Multiply = Callable[[int], torch.Tensor]
 
 PLAIN: Final = WeightGrads()
 """What functions do that were called without a layer."""

@@ -21,6 +21,7 @@ from tpoverlap.comm import (
     reduce_scatter_schedule,
 )
 from tpoverlap.config import OverlapConfig
+from tpoverlap.gemm.fp8 import SCALE_BYTES
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class OperationContext:
         name: GEMM name, for labels, traces and errors.
         region: "ag", "rs" or the name's own region.
         width: H, columns of the communicated activation.
+        dtype: of what moves; uint8 for FP8 rows.
+        column_granule: pipeline cuts columns in multiples of it (FP8 GEMMs want 16).
+        packed_format: reduce-scatter: the FP8 dtype of the rows that move, each with its scale behind it; else None.
+        tag: ends the label: "/e4m3" and the like, see `tpoverlap.overlap.fp8`.
         plain: no registered buffer takes it (T above the capacity, or a name without one): sequential, on the group's
             own collectives.
     """
@@ -52,6 +57,9 @@ class OperationContext:
     width: int
     dtype: torch.dtype
     plain: bool = False
+    column_granule: int = 1
+    packed_format: torch.dtype | None = None
+    tag: str = ""
 
     @property
     def uses_buffers(self) -> bool:
@@ -71,7 +79,7 @@ class OperationContext:
     def label(self, direction: str) -> str:
         """What all ranks must agree on: name, direction, method and the options that change the slot's layout."""
         config = self.config
-        return _label(self.name, direction, self.method, config.num_splits, config.aggregate)
+        return _label(self.name, direction, self.method, config.num_splits, config.aggregate, self.tag)
 
     def open_gather(self, max_piece_rows: int | None = None) -> Exchange:
         """Start an all-gather on this operation's region, its chunks cut into pieces of at most that many rows."""
@@ -79,10 +87,13 @@ class OperationContext:
 
     def open_scatter(self, max_piece_rows: int | None = None) -> Exchange:
         """Start a reduce-scatter on this operation's region, its chunks cut into pieces of at most that many rows."""
+        trailer = 0 if self.packed_format is None else SCALE_BYTES
         if self.method == "pipeline":
-            steps = pipeline_schedule(self.partition, self.width, self.rank, self.config.num_splits)
+            steps = pipeline_schedule(
+                self.partition, self.width, self.rank, self.config.num_splits, self.column_granule, trailer
+            )
         else:
-            steps = reduce_scatter_schedule(self.partition, self.width, self.rank, max_piece_rows)
+            steps = reduce_scatter_schedule(self.partition, self.width + trailer, self.rank, max_piece_rows)
         return self._open("reduce-scatter", steps)
 
     def _open(self, direction: str, steps: tuple[Step, ...]) -> Exchange:
@@ -93,7 +104,7 @@ class OperationContext:
             from tpoverlap.overlap.program_copier import program_copier
 
             copier = program_copier(channel, config.num_sm)  # raises before any rank waits where it cannot run
-        label = _label(self.name, direction, self.method, config.num_splits, config.aggregate)
+        label = _label(self.name, direction, self.method, config.num_splits, config.aggregate, self.tag)
         exchange = channel.open(self.region, label, steps, self.partition, self.dtype)
         if copier is not None:
             exchange.copier = copier
@@ -120,18 +131,19 @@ def _traced(channel: Channel, trace: Trace, label: str, num_tokens: int) -> Iter
         yield
 
 
-def possible_labels(name: str, config: OverlapConfig) -> Iterator[str]:
+def possible_labels(name: str, config: OverlapConfig, tags: tuple[str, ...] = ("",)) -> Iterator[str]:
     """Every label that operations of ``name`` can have: how a peer's operation gets its name in an error."""
     for direction in ("all-gather", "reduce-scatter"):
         for method in ("ring_exchange", "pipeline", "bulk", "fused", "sequential"):
-            yield _label(name, direction, method, config.num_splits, config.aggregate)
+            for tag in tags:
+                yield _label(name, direction, method, config.num_splits, config.aggregate, tag)
 
 
 @lru_cache(maxsize=1024)
-def _label(name: str, direction: str, method: str, num_splits: int, aggregate: bool) -> str:
+def _label(name: str, direction: str, method: str, num_splits: int, aggregate: bool, tag: str) -> str:
     detail = ""
     if method == "pipeline":
         detail = f"/{num_splits}"
     elif method == "ring_exchange" and aggregate:
         detail = "/aggregate"
-    return f"{name} {direction} {method}{detail}"
+    return f"{name} {direction} {method}{detail}{tag}"

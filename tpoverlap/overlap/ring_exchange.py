@@ -101,7 +101,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         exchange.run(caller, partial(gemm.rows, own.start, own.stop, own_partial, owned=True), "gemm", 0)
         for step in steps:
             exchange.wait(step, caller)
-        reduce_blocks(exchange, own_partial, out)
+        reduce_blocks(exchange, own_partial, out, context.packed_format)
 
 
 def _add_own_pieces(exchange: Exchange, gemm: PartialGemm, out: torch.Tensor, own_start: int) -> None:

@@ -18,6 +18,7 @@ from tpoverlap.testing.conformance.catalogue import (
     other_cases,
     walk_cases,
 )
+from tpoverlap.testing.conformance.catalogue_fp8 import fp8_cases
 from tpoverlap.testing.conformance.setting import Setting
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Setting",
     "all_cases",
     "conformance_cases",
+    "fp8_cases",
     "group_cases",
     "layer_cases",
     "microbatch_cases",

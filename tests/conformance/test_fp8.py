@@ -1,0 +1,30 @@
+"""CONFORMANCE.md 1, 2, 4 and 10 in FP8, on the CPU: every method, recipe and backward mode, every T."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tpoverlap.testing.conformance import Case, Setting
+from tpoverlap.testing.conformance.catalogue_fp8 import fp8_cases
+
+RunCases = Callable[[int, list[Case]], None]
+SETTINGS = [
+    (1, torch.float32, "shared"),
+    (2, torch.float32, "shared"),
+    (2, torch.bfloat16, "shared"),
+    (3, torch.bfloat16, "shared"),
+    (3, torch.float16, "shared"),
+    (2, torch.bfloat16, "process_group"),
+]
+
+
+@pytest.mark.parametrize(("size", "dtype", "backend"), SETTINGS, ids=str)
+@pytest.mark.parametrize("kind", ["column", "row", "mixed"])
+def test_fp8(size: int, dtype: torch.dtype, backend: str, kind: str, run_cases: RunCases) -> None:
+    setting = Setting(dtype=dtype, backend=backend, hidden=112, features=32, capacity=132)
+    cases = [case for case in fp8_cases(setting, size) if case.id.startswith(f"fp8-{kind}")]
+    assert cases
+    run_cases(size, cases)

@@ -1,0 +1,99 @@
+"""One scaled FP8 GEMM: tensor cores on the GPU, the same numbers in float32 on the CPU.
+
+Tensor cores read both operands along K, so the second one is given as [N, K]: a weight as it is stored. Backward needs
+the other orientation and takes transposed copies (`QuantizedTensor.transposed`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tpoverlap.errors import ActiveShapeError, ConfigError
+from tpoverlap.gemm.fp8.quantize import ALIGNMENT
+
+
+def scaled_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_scale: torch.Tensor,
+    right_scale: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast_accumulation: bool = False,
+) -> None:
+    """``out[:] = (left * left_scale) @ (right * right_scale).T + bias``, accumulated in float32, rounded once.
+
+    Args:
+        left: float8 [M, K]; M may be anything.
+        right: float8 [N, K], in the same or the other format (not both E5M2 on the GPU).
+        left_scale, right_scale: float32, [1, 1] both, or [M, 1] and [N, 1].
+        out: [M, N], contiguous rows; bfloat16, float16 or float32.
+        bias: [N] in the dtype of ``out``.
+        fast_accumulation: let tensor cores add in less than float32 (forward; as Transformer Engine does). For
+            bfloat16 results only.
+    """
+    if left.shape[0] == 0:
+        return
+    if left.device.type != "cuda":
+        _reference(left, right, left_scale, right_scale, out, bias)
+        return
+    if left_scale.numel() != 1 or right_scale.numel() != 1:  # the kernel wants both kinds alike
+        left_scale = left_scale.expand(left.shape[0], 1)
+        right_scale = right_scale.expand(right.shape[0], 1)
+    fused_bias = bias if out.dtype != torch.float32 else None  # float32 outputs have no bias epilogue
+    torch._scaled_mm(
+        left,
+        right.t(),
+        scale_a=left_scale.contiguous(),
+        scale_b=right_scale.t().contiguous(),
+        bias=fused_bias,
+        out_dtype=out.dtype,
+        use_fast_accum=fast_accumulation and out.dtype == torch.bfloat16,  # it costs more digits than others round off
+        out=out,
+    )
+    if bias is not None and fused_bias is None:
+        out.add_(bias)
+
+
+def _reference(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_scale: torch.Tensor,
+    right_scale: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    product = torch.mm(left.float(), right.float().t()).mul_(left_scale * right_scale.t())
+    if bias is not None:
+        product.add_(bias)
+    out.copy_(product)
+
+
+def require_features(name: str, what: str, *sizes: int) -> None:
+    """Raise ActiveShapeError unless every size suits FP8 tensor cores. On a CPU too, so that a laptop finds it."""
+    for size in sizes:
+        if size % ALIGNMENT:
+            raise ActiveShapeError(
+                f"{name}: {what} {size} is not a multiple of {ALIGNMENT}, which FP8 GEMMs need on each rank; pad the "
+                f"feature size to {-(-size // ALIGNMENT) * ALIGNMENT}, or run this layer without fp8"
+            )
+
+
+def require_device(device: torch.device) -> None:
+    """Raise ConfigError unless the device has FP8 tensor cores, or is a CPU (which computes the same in float32)."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ConfigError(
+            f"FP8 is not supported on {device}, a {torch.cuda.get_device_name(device)} of compute capability "
+            f"{major}.{minor}: its tensor cores need 8.9 or later; use quantization_modes=[NONE]"
+        )
+
+
+def require_output_dtype(name: str, dtype: torch.dtype, device: torch.device, *, rowwise: bool) -> None:
+    """Raise ConfigError where row-wise GEMMs cannot write ``dtype`` (on the GPU they write bfloat16 only)."""
+    if rowwise and device.type == "cuda" and dtype != torch.bfloat16:
+        raise ConfigError(
+            f"{name}: row-wise scaled FP8 GEMMs write bfloat16 on the GPU, and the manager has {dtype}; use a bfloat16 "
+            "manager, or a per-tensor recipe (Float8CurrentScaling, DelayedScaling)"
+        )

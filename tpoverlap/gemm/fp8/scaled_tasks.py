@@ -1,0 +1,165 @@
+"""FP8 twins of the tasks in `tpoverlap.gemm.tasks`: same interface, so every method runs them as it runs the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tpoverlap.gemm.fp8.quantize import ALIGNMENT, SCALE_BYTES, QuantizedTensor, pack_rows
+from tpoverlap.gemm.fp8.scaled_mm import scaled_mm
+from tpoverlap.gemm.tasks import PartialGemm, RowGemm
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ScaledRowGemm(RowGemm):
+    """Rows of FP8 bytes in, the same rows of every output out.
+
+    Attributes:
+        weights: [N_i, K] each.
+        x_scale: float32 [1, 1], or [T, 1]: of the whole activation.
+        x_format: the FP8 dtype of the bytes.
+        fast_accumulation: see `scaled_mm`.
+    """
+
+    weights: Sequence[QuantizedTensor]
+    x_scale: torch.Tensor
+    x_format: torch.dtype
+    fast_accumulation: bool = False
+    matrices: Sequence[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.matrices = [weight.data.t() for weight in self.weights]
+
+    def rows(self, x: torch.Tensor, start: int) -> None:
+        """Compute the outputs of the chunk ``x`` (uint8 [t, K]), whose first row is row ``start`` of the activation."""
+        stop = start + x.shape[0]
+        scale = self.x_scale if self.x_scale.shape[0] == 1 else self.x_scale[start:stop]
+        for weight, bias, out in zip(self.weights, self.biases, self.outs, strict=True):
+            scaled_mm(
+                x.view(self.x_format),
+                weight.data,
+                scale,
+                weight.scale,
+                out[start:stop],
+                bias,
+                fast_accumulation=self.fast_accumulation,
+            )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ScaledPartialGemm(PartialGemm):
+    """This rank's partial sum of a [T, N] output from FP8 operands; the sum itself is in the original dtype.
+
+    Attributes:
+        terms: pairs of a left operand [T, K_i] and a weight [N, K_i].
+        fast_accumulation: see `scaled_mm`.
+    """
+
+    terms: Sequence[tuple[QuantizedTensor, QuantizedTensor]]
+    fast_accumulation: bool = False
+    lefts: Sequence[torch.Tensor] = field(init=False)
+    matrices: Sequence[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lefts = [left.data for left, _ in self.terms]
+        self.matrices = [weight.data.t() for _, weight in self.terms]
+
+    @property
+    def is_plain(self) -> bool:
+        """False: tensor cores cannot add to what is there."""
+        return False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.terms[0][0].dtype
+
+    def empty(self, num_rows: int, width: int) -> torch.Tensor:
+        """Room for a part of the result."""
+        return self.lefts[0].new_empty(num_rows, width, dtype=self.dtype)
+
+    def _compute(self, rows: slice, columns: slice, out: torch.Tensor, owned: bool) -> None:
+        if out.shape[0] == 0:
+            return
+        bias = self.bias[columns] if owned and self.bias is not None else None
+        for number, (left, weight) in enumerate(self.terms):
+            # tensor cores have no "+=": a further term is computed beside the sum and added
+            target = out if number == 0 else torch.empty_like(out)
+            scaled_mm(
+                left.data[rows],
+                weight.data[columns],
+                left.scale if left.scale.shape[0] == 1 else left.scale[rows],
+                weight.scale if weight.scale.shape[0] == 1 else weight.scale[columns],
+                target,
+                bias if number == 0 else None,
+                fast_accumulation=self.fast_accumulation,
+            )
+            if number:
+                out.add_(target)
+        if self.addend is not None:
+            out.add_(self.addend[rows, columns])
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PackedPartialGemm(PartialGemm):
+    """Another partial GEMM whose results leave as FP8 rows with their scales (``fp8_buf`` reduce-scatter).
+
+    Rows and columns are those of ``gemm``; what comes out is `pack_rows` of them, 4 bytes wider and a quarter or half
+    as large.
+    """
+
+    gemm: PartialGemm
+    packed_format: torch.dtype
+    lefts: Sequence[torch.Tensor] = field(init=False)
+    matrices: Sequence[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lefts = self.gemm.lefts
+        self.matrices = self.gemm.matrices
+        self.bias = self.gemm.bias
+
+    @property
+    def is_plain(self) -> bool:
+        """False: packed rows cannot be added to."""
+        return False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Bytes."""
+        return torch.uint8
+
+    def empty(self, num_rows: int, width: int) -> torch.Tensor:
+        """Room for ``width`` columns of the result, packed."""
+        return self.lefts[0].new_empty(num_rows, width + SCALE_BYTES, dtype=torch.uint8)
+
+    def rows(self, start: int, stop: int, out: torch.Tensor, *, owned: bool = False) -> None:
+        """As `PartialGemm.rows`, into packed ``out`` [stop - start, N + 4]."""
+        part = self.gemm.empty(stop - start, self.width)
+        self.gemm.rows(start, stop, part, owned=owned)
+        pack_rows(part, self.packed_format, out)
+
+    def columns(self, start: int, stop: int, out: torch.Tensor, owned_rows: slice) -> None:
+        """As `PartialGemm.columns`, into packed ``out`` [T, stop - start + 4]."""
+        part = self.gemm.empty(self.num_rows, stop - start)
+        self.gemm.columns(start, stop, part, owned_rows)
+        pack_rows(part, self.packed_format, out)
+
+
+def scaled_weight_grad(output_grad_t: QuantizedTensor, input_t: QuantizedTensor, out: torch.Tensor) -> None:
+    """DW [N, K] = dy^T [N, T16] @ x^T [K, T16]^T from operands that `padded_transposed` made."""
+    scaled_mm(output_grad_t.data, input_t.data, output_grad_t.scale, input_t.scale, out)
+
+
+def padded_transposed(tensor: QuantizedTensor) -> QuantizedTensor:
+    """[T, N] -> [N, T16], T rounded up to a multiple of 16 with zeros: the sum over tokens is the K of wgrad's GEMM."""
+    num_rows, width = tensor.data.shape
+    padded = -(-num_rows // ALIGNMENT) * ALIGNMENT
+    if padded == num_rows:
+        return tensor.transposed()
+    assert tensor.scale.numel() == 1, "row-wise scales do not survive a transposition"
+    data = tensor.bytes.new_empty(width, padded)
+    data[:, :num_rows].copy_(tensor.bytes.t())
+    data[:, num_rows:].zero_()
+    return QuantizedTensor(data.view(tensor.data.dtype), tensor.scale, tensor.dtype)

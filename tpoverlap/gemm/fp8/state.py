@@ -1,0 +1,121 @@
+"""What a layer keeps for FP8: a quantizer for each of its tensors, and its weights in FP8, once a version."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from tpoverlap.errors import ConfigError
+from tpoverlap.gemm.fp8.quantize import QuantizedTensor
+from tpoverlap.gemm.fp8.quantizer import Quantizer
+from tpoverlap.gemm.fp8.recipes import Float8CurrentScaling, Recipe
+
+
+@dataclass
+class QuantizedWeight:
+    """A weight [N, K] in FP8, in the two orientations that GEMMs read. The second one is made when it is asked for."""
+
+    weight: QuantizedTensor
+    _rowwise: tuple[Quantizer, torch.Tensor] | None
+    _transposed: list[QuantizedTensor] = field(default_factory=list)
+
+    @property
+    def transposed(self) -> QuantizedTensor:
+        """[K, N]: for the input gradient."""
+        if not self._transposed:
+            if self._rowwise is None:
+                made = self.weight.transposed()
+            else:  # its scales belong to input features: quantised anew, not converted
+                quantizer, source = self._rowwise
+                made = quantizer.local(source.t(), record=False)
+            self._transposed.append(made)
+        return self._transposed[0]
+
+
+class Fp8State(torch.nn.Module):
+    """FP8 of one layer: pass it as ``fp8=`` to `all_gather_gemm` and `gemm_reduce_scatter`, always the same one.
+
+    A submodule of the layer, so that ``state_dict`` carries delayed scaling's histories (names ``input``,
+    ``weight.0``, ``grad.0``, ...). Magnitudes of tensors that travel are put together over the ranks, so they are equal
+    everywhere; those of weights and of other tensors are this rank's own. ``state.eval()`` stops recording.
+
+    Weights are quantised once a version. Writing through ``weight.data`` makes no new version: call `forget_weights`
+    after it, or pass ``cache_weights=False``.
+
+    Args:
+        recipe: `Float8CurrentScaling` (default), `DelayedScaling` or `Float8RowwiseScaling`.
+        num_weights: weights of the layer that share one gather.
+        device: of the histories; None: the default device.
+        cache_weights: False: quantise weights in every forward.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        num_weights: int = 1,
+        device: torch.device | str | None = None,
+        cache_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        self.recipe = Float8CurrentScaling() if recipe is None else recipe
+        if not isinstance(self.recipe, Recipe) or type(self.recipe) is Recipe:
+            raise ConfigError(
+                f"the FP8 recipe is {recipe!r}; use Float8CurrentScaling(), DelayedScaling() or Float8RowwiseScaling()"
+            )
+        place = None if device is None else torch.device(device)
+        self.cache_weights = cache_weights
+        self.input = Quantizer(self.recipe, "input", place)
+        self.weight = torch.nn.ModuleList(Quantizer(self.recipe, "weight", place) for _ in range(num_weights))
+        self.grad = torch.nn.ModuleList(Quantizer(self.recipe, "grad", place) for _ in range(num_weights))
+        self._cache: dict[int, tuple[weakref.ref[torch.Tensor], int, QuantizedWeight]] = {}
+
+    @property
+    def num_weights(self) -> int:
+        """Weights this state was made for."""
+        return len(self.weight)
+
+    def quantized_weight(self, index: int, weight: torch.Tensor) -> QuantizedWeight:
+        """Weight ``index`` in FP8: from the cache if this very tensor has not changed since."""
+        found = self._cache.get(index)
+        version = -1 if weight.is_inference() else weight._version  # inference tensors count no versions
+        if found is not None and found[0]() is weight and found[1] == version and version >= 0:
+            return found[2]
+        made = self._quantize_weight(index, weight.detach())
+        if self.cache_weights:
+            self._cache[index] = (weakref.ref(weight), version, made)
+        return made
+
+    def _quantize_weight(self, index: int, weight: torch.Tensor) -> QuantizedWeight:
+        quantizer = self.quantizer("weight", index)
+        quantised = quantizer.local(weight.contiguous(), record=self.training)
+        return QuantizedWeight(quantised, (quantizer, weight) if quantizer.is_rowwise else None)
+
+    def quantizer(self, role: str, index: int = 0) -> Quantizer:
+        """The quantizer of the input, or of weight or output gradient ``index``."""
+        found = self.input if role == "input" else getattr(self, role)[index]
+        assert isinstance(found, Quantizer), "only quantizers are put there"
+        return found
+
+    def forget_weights(self) -> None:
+        """Quantise the weights again in the next forward: after writing them through ``.data``."""
+        self._cache.clear()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Fp8State:
+        """A copy with its own histories and no cached weight: those belong to the original's parameters."""
+        made = Fp8State(self.recipe, self.num_weights, None, self.cache_weights)
+        made.load_state_dict(self.state_dict())
+        for name, buffer in self.named_buffers():
+            made.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.clone()
+        made.train(self.training)
+        memo[id(self)] = made
+        return made
+
+    def __getstate__(self) -> dict[str, object]:
+        """Pickled without cached weights (weak references cannot be)."""
+        return {**super().__getstate__(), "_cache": {}}  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(module)``."""
+        return f"{self.recipe}"

@@ -1,0 +1,7 @@
+"""FP8 twins of the linear layers' autograd functions."""
+
+from tpoverlap.nn.fp8.checks import require_fp8_gemm, require_unquantised
+from tpoverlap.nn.fp8.column import Fp8ColumnLinear
+from tpoverlap.nn.fp8.row import Fp8RowLinear
+
+__all__ = ["Fp8ColumnLinear", "Fp8RowLinear", "require_fp8_gemm", "require_unquantised"]

@@ -1,0 +1,83 @@
+"""``fp8_autocast``: Transformer Engine's way to say in which forwards FP8 is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from tpoverlap.errors import ConfigError
+from tpoverlap.gemm.fp8 import Float8CurrentScaling, Fp8State, Recipe
+
+_recipe: ContextVar[tuple[bool, Recipe | None]] = ContextVar("tpoverlap_fp8_autocast", default=(False, None))
+
+
+@contextmanager
+def fp8_autocast(enabled: bool = True, fp8_recipe: Recipe | None = None) -> Iterator[None]:
+    """Layers of `tpoverlap.nn` that were made without a recipe of their own use FP8 in this block's forwards.
+
+    ``enabled=False`` also switches off layers that have a recipe. Backward follows its forward. Local to the thread.
+
+    Args:
+        enabled: whether to use FP8.
+        fp8_recipe: None: `Float8CurrentScaling`. (Transformer Engine's default is delayed scaling.)
+
+    Raises:
+        ConfigError: not a recipe.
+    """
+    if fp8_recipe is not None and not isinstance(fp8_recipe, Recipe):
+        raise ConfigError(f"fp8_recipe must be a recipe such as Float8CurrentScaling(), got {fp8_recipe!r}")
+    token = _recipe.set((True, (fp8_recipe or Float8CurrentScaling()) if enabled else None))
+    try:
+        yield
+    finally:
+        _recipe.reset(token)
+
+
+@contextmanager
+def as_noted(note: tuple[bool, Recipe | None]) -> Iterator[None]:
+    """Like the forward that ``note`` was taken in, for its recomputation."""
+    token = _recipe.set(note)
+    try:
+        yield
+    finally:
+        _recipe.reset(token)
+
+
+def note_autocast() -> tuple[bool, Recipe | None]:
+    """What `as_noted` takes."""
+    return _recipe.get()
+
+
+def autocast_recipe(own: Recipe | None) -> Recipe | None:
+    """The recipe of a forward: the layer's ``own``, else the block's; None: no FP8."""
+    inside, recipe = _recipe.get()
+    if not inside:
+        return own
+    return None if recipe is None else own or recipe
+
+
+class Fp8Slot(torch.nn.Module):
+    """Where a layer keeps the `Fp8State` of one of its GEMMs.
+
+    A layer with a recipe of its own has the state at once, so that a checkpoint can be loaded into it. Else it is made
+    in the first forward inside `fp8_autocast`, and anew for another recipe.
+    """
+
+    state: Fp8State | None
+
+    def __init__(self, own: Recipe | None, device: torch.device) -> None:
+        super().__init__()
+        self._own, self._device = own, device
+        self.state = None if own is None else Fp8State(own, 1, device)
+
+    def current(self) -> Fp8State | None:
+        """The state for a forward that starts now; None: no FP8."""
+        recipe = autocast_recipe(self._own)
+        if recipe is None:
+            return None
+        if self.state is None or self.state.recipe != recipe:
+            self.state = Fp8State(recipe, 1, self._device).train(self.training)
+        return self.state
