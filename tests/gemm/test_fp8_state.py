@@ -124,7 +124,7 @@ def test_histories_stay_float32_when_the_model_is_cast() -> None:
 
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling(), Float8RowwiseScaling()])
 def test_weights_are_quantised_once_a_version(recipe: Recipe) -> None:
-    state = Fp8State(recipe)
+    state = Fp8State(recipe, cache_weights=True)
     weight = torch.nn.Parameter(torch.randn(16, 32))
     first = state.quantized_weight(0, weight)
     assert state.quantized_weight(0, weight) is first
@@ -140,7 +140,7 @@ def test_weights_are_quantised_once_a_version(recipe: Recipe) -> None:
     assert state.quantized_weight(0, weight) is second
     state.forget_weights()
     assert state.quantized_weight(0, weight) is not second
-    uncached = Fp8State(recipe, cache_weights=False)
+    uncached = Fp8State(recipe)
     assert uncached.quantized_weight(0, weight) is not uncached.quantized_weight(0, weight)
     with torch.inference_mode():
         frozen = torch.randn(16, 32)

@@ -41,14 +41,15 @@ class Fp8State(torch.nn.Module):
     ``weight.0``, ``grad.0``, ...). Magnitudes of tensors that travel are put together over the ranks, so they are equal
     everywhere; those of weights and of other tensors are this rank's own. ``state.eval()`` stops recording.
 
-    Weights are quantised once a version. Writing through ``weight.data`` makes no new version: call `forget_weights`
-    after it, or pass ``cache_weights=False``.
+    Weights are quantised in every forward, unless ``cache_weights``: then once a version. Writing through
+    ``weight.data``, as some distributed optimizers do, makes no new version: then call `forget_weights` after it, or
+    the old weights stay in use without any error.
 
     Args:
         recipe: `Float8CurrentScaling` (default), `DelayedScaling` or `Float8RowwiseScaling`.
         num_weights: weights of the layer that share one gather.
         device: of the histories; None: the default device.
-        cache_weights: False: quantise weights in every forward.
+        cache_weights: quantise a weight once a version: for several microbatches a step.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Fp8State(torch.nn.Module):
         recipe: Recipe | None = None,
         num_weights: int = 1,
         device: torch.device | str | None = None,
-        cache_weights: bool = True,
+        cache_weights: bool = False,
     ) -> None:
         super().__init__()
         self.recipe = Float8CurrentScaling() if recipe is None else recipe
