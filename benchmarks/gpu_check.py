@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ NUMBERS = (
 )
 """Group size, dtype, and which part of the cases: few are about the dtype."""
 QUICK_NUMBERS = ((2, torch.bfloat16, 5), (4, torch.bfloat16, 10))
-PARTS = ("numbers", "messages", "doctor", "queues", "order", "train", "costs", "times")
+PARTS = ("numbers", "kernels", "fp8", "messages", "doctor", "queues", "order", "train", "costs", "times")
 RING_BOUND = 0.93
 """A ring at 8192^3 on two GPUs must take at most this part of sequential."""
 
@@ -85,11 +86,33 @@ def _setting(dtype: torch.dtype, backend: str = "auto") -> conformance.Setting:
 
 def _numbers(report: Report, world_size: int, dtype: torch.dtype, every: int, backend: str = "auto") -> None:
     """CONFORMANCE.md's cases, as the CPU tests run them; each ``every``-th of them."""
-    cases = conformance.all_cases(_setting(dtype, backend), world_size)
+    _run_cases(report, conformance.all_cases(_setting(dtype, backend), world_size)[::every], world_size, dtype, backend)
+
+
+def _run_cases(
+    report: Report, cases: Sequence[conformance.Case], world_size: int, dtype: torch.dtype, backend: str = "auto"
+) -> None:
     label = f"R={world_size} {str(dtype).removeprefix('torch.')}" + ("" if backend == "auto" else f" {backend}")
     with RankPool(world_size, device="cuda") as pool:
-        for case in cases[::every]:
+        for case in cases:
             report.check(f"{label} {case.id}", lambda case=case: pool.run(case.check, *case.args, timeout_s=120)[0])
+
+
+def _kernels(report: Report, quick: bool) -> None:
+    """`fused` and copy programs: the named sizes, and one with more tiles than multiprocessors."""
+    large = replace(_setting(torch.bfloat16), capacity=4100, hidden=2048, features=1536)
+    dtypes = (torch.bfloat16,) if quick else (torch.bfloat16, torch.float16, torch.float32)
+    for dtype in dtypes:
+        _run_cases(report, [*conformance.kernel_cases(_setting(dtype), 2)], 2, dtype)
+    cases = [replace(case, id=f"large-{case.id}") for case in conformance.kernel_cases(large, 2)]
+    _run_cases(report, cases, 2, torch.bfloat16)
+    if not quick:
+        _run_cases(report, [*conformance.kernel_cases(_setting(torch.bfloat16), 4)], 4, torch.bfloat16)
+
+
+def _fp8(report: Report, quick: bool) -> None:
+    setting = replace(_setting(torch.bfloat16), capacity=2048, hidden=512, features=256)
+    _run_cases(report, [*conformance.fp8_cases(setting, 2)][:: 3 if quick else 1], 2, torch.bfloat16)
 
 
 def _queues(report: Report, quick: bool) -> None:
@@ -237,6 +260,10 @@ def main(quick: bool, only: tuple[str, ...], ranks: tuple[int, ...], out: Path |
         for world_size, dtype, every in QUICK_NUMBERS if quick else NUMBERS:
             if not ranks or world_size in ranks:
                 _numbers(report, world_size, dtype, every)
+    if "kernels" in parts:
+        _kernels(report, quick)
+    if "fp8" in parts:
+        _fp8(report, quick)
     if "messages" in parts and num_gpus >= 2:  # NCCL refuses two ranks on one GPU
         _numbers(report, 2, torch.bfloat16, 5 if quick else 1, "process_group")
     elif "messages" in parts:

@@ -71,6 +71,14 @@ def conformance_cases(setting: Setting, size: int) -> Iterator[Case]:
         yield Case(f"shared-gather-{mode}", 4, linear.check_shared_gather, (setting, mode))
 
 
+def kernel_cases(setting: Setting, size: int) -> Iterator[Case]:
+    """Cases 1 and 2 for what runs as Triton kernels: `fused`, and ``use_ce: false``."""
+    copies = {"use_ce": False, "num_sm": 4}
+    for method, options in (("fused", {}), ("fused", copies), ("ring_exchange", copies)):
+        yield Case(_id("ag", method, options), 1, gemms.check_all_gather_gemm, (setting, method, options))
+        yield Case(_id("rs", method, options), 2, gemms.check_gemm_reduce_scatter, (setting, method, options))
+
+
 def microbatch_cases(setting: Setting, size: int) -> Iterator[Case]:
     """Case 7: three pipeline depths, three kinds of recomputation, three schemes, so that each pair occurs once."""
     for i, recomputation in enumerate(RECOMPUTATIONS):
