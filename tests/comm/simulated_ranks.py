@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +135,8 @@ def rows_from_the_callers_stream(rank: int, world_size: int, uses: int) -> list[
                     time.sleep(1e-3)
                 ctypes.memmove(got.data_ptr(), slot.data[rank] + peer * bytes_, bytes_)  # noqa: B023
 
-            exchange.run(caller, lambda kernel=kernel, caller=caller: caller.driver.launch(caller.handle, kernel), "gemm")
+            launch = partial(caller.driver.launch, caller.handle, kernel)
+            exchange.run(caller, launch, "gemm")
         assert exchange.finished is not None
         caller.driver.synchronize()
         right.append(bool((got == 1.0 + 10 * use + peer).all()))
