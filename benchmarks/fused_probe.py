@@ -56,7 +56,9 @@ class Probe:
             try:
                 with pool:
                     answers = pool.run(work, self._device, folder, *arguments, timeout_s=timeout_s)
-                record = {"ok": True, "ranks": answers}
+                record = {"ok": not _wrong(answers), "ranks": answers}
+                if not record["ok"]:
+                    record["error"] = f"wrong numbers: {json.dumps(_wrong(answers))}"[:6000]
             except Exception as error:
                 record["error"] = f"{type(error).__name__}: {error}"[-6000:]
             for path in sorted(Path(folder).iterdir()):
@@ -72,6 +74,16 @@ class Probe:
         return bool(record["ok"])
 
 
+def _wrong(answers: list[Any]) -> list[dict[str, Any]]:
+    """What `ranks.grow` found to be wrong, of all ranks."""
+    return [
+        {"rank": rank, "TKN": row["TKN"], **found}
+        for rank, rows in enumerate(answers)
+        for row in rows
+        for found in row.get("wrong", ())
+    ]
+
+
 def main(given: Sequence[str] | None = None) -> None:
     """Run the stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,6 +91,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget-s", type=float, default=165.0)
     parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--forms", default=",".join(FORMS), help="forms that the stages gather and scatter run")
+    parser.add_argument("--turns", type=int, default=5, help="operations of each size in these stages")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args(given)
     wanted = set(arguments.stages.split(","))
@@ -89,16 +103,16 @@ def main(given: Sequence[str] | None = None) -> None:
     if "alone" in wanted:
         probe.stage("alone", ranks.alone, timeout_s=70.0)
     for direction in ("gather", "scatter"):
-        for form in FORMS:
+        for form in arguments.forms.split(","):
             if direction in wanted and not probe.stage(
-                f"{direction} {form}", ranks.grow, direction, form, "", timeout_s=60.0
+                f"{direction} {form}", ranks.grow, direction, form, "", arguments.turns, timeout_s=60.0
             ):
                 hung.append(f"{direction} {form}")
     if "variants" in wanted:
         for name in hung:
             direction, form = name.split()
             for variant in ranks.VARIANTS:
-                probe.stage(f"{name}, {variant}", ranks.grow, direction, form, variant, timeout_s=25.0)
+                probe.stage(f"{name}, {variant}", ranks.grow, direction, form, variant, arguments.turns, timeout_s=25.0)
     if "time" in wanted:
         probe.stage("time", ranks.timed, tuple(hung), arguments.rounds, timeout_s=probe.left_s() - 14.0)
     print_summary(probe.found)
@@ -108,7 +122,7 @@ def print_summary(found: dict[str, Any]) -> None:
     """The table of times, last, so that a reply that keeps the end of the output keeps it."""
     for name, record in found["stages"].items():
         if not record["ok"]:
-            print(f"-- {name}: {record['error'][-1500:]}")
+            print(f"-- {name}: {record['error'][:1500]}")
             for file, seen in record.get("files", {}).items():
                 if file.endswith(".json"):
                     print(f"   {file}: {json.dumps(seen)[:1500]}")

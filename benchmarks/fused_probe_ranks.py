@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import tpoverlap as tpo
+from benchmarks import fused_wrong
 from benchmarks.fused_watch import StallWatch
 from tpoverlap.comm import OneSidedExchange
 from tpoverlap.config import SUPPORTED
@@ -25,7 +26,7 @@ from tpoverlap.gemm.triton.gates import Gate, Received
 from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.overlap import fused
 from tpoverlap.overlap.fused_form import FORMS
-from tpoverlap.testing import relative_error
+from tpoverlap.testing import faults, relative_error
 
 VARIANTS = ("all rows in first", "16 multiprocessors free", "no bulk copies")
 """What a form that hung is tried with."""
@@ -44,6 +45,7 @@ _MOST_TOKENS_OF_ONE_LAUNCH = 2048
 _CALLS = 8
 _QUEUED_ROUNDS = 7
 _DELAY_CYCLES = 8_000_000
+_LATE_S = 0.02
 _TOLERANCE = 1e-2
 
 
@@ -160,8 +162,13 @@ def _time(device: torch.device, run: Callable[[], object], calls: int = 10) -> f
 # -- growing sizes -----------------------------------------------------------------------------------------------
 
 
-def grow(rank: int, size: int, device_type: str, folder: str, direction: str, form: str, variant: str) -> list[Any]:
-    """One form of one direction at growing sizes, five operations each; every number is compared."""
+def grow(
+    rank: int, size: int, device_type: str, folder: str, direction: str, form: str, variant: str, turns: int
+) -> list[dict[str, Any]]:
+    """One form of one direction at growing sizes, ``turns`` operations each; every number is compared.
+
+    What is wrong is described and the rest still runs, so that one run shows how often and on which ranks.
+    """
     device, dtype = _start(rank, device_type)
     watch = StallWatch(rank, Path(folder) / f"rank{rank}.json", 12.0 if device_type == "cuda" else 40.0)
     _vary(variant)
@@ -176,16 +183,19 @@ def grow(rank: int, size: int, device_type: str, folder: str, direction: str, fo
             manager.channel.shares_gpu = True
         watch.look_at(manager)
         run = _one_gather if direction == "gather" else _one_scatter
-        errors = []
-        for turn in range(5):
-            what = f"{direction} {form} {tokens}x{depth}x{width} turn {turn}"
-            watch.beat(what)
-            with _forced(form):
-                errors.append(run(rank, size, manager, (tokens, depth, width), turn))
-            assert errors[-1] < _TOLERANCE, f"{what}: wrong by {errors[-1]:.2e}"
+        errors, wrong, previous = [], [], None
+        for turn in range(turns):
+            watch.beat(f"{direction} {form} {tokens}x{depth}x{width} turn {turn}")
+            # This turn's late rank, or none: what its kernel sends comes long after what its comm stream does.
+            with _forced(form), faults.delay_gemms(manager, _LATE_S, only_rank=turn % (size + 1)):
+                error, found, previous = run(rank, size, manager, (tokens, depth, width), turn, previous)
+            errors.append(error)
+            if found:
+                wrong.append({"turn": turn, **found})
         manager.check()
         manager.close()
-        done.append({"TKN": (tokens, depth, width), "errors": errors, "seconds": round(time.monotonic() - started, 2)})
+        seconds = round(time.monotonic() - started, 2)
+        done.append({"TKN": (tokens, depth, width), "errors": errors, "wrong": wrong, "seconds": seconds})
     watch.stop()
     return done
 
@@ -207,7 +217,13 @@ def _context(manager: Any, partition: tpo.TokenPartition, scatter: bool) -> Any:
     return replace(made, method="fused", config=replace(made.config, method="fused", use_ce=True))
 
 
-def _one_gather(rank: int, size: int, manager: Any, shape: tuple[int, int, int], turn: int) -> float:
+Judged = tuple[float, dict[str, Any], torch.Tensor]
+"""The relative error, what is wrong (empty: nothing), and the result."""
+
+
+def _one_gather(
+    rank: int, size: int, manager: Any, shape: tuple[int, int, int], turn: int, previous: torch.Tensor | None
+) -> Judged:
     tokens, depth, width = shape
     partition = tpo.TokenPartition.balanced(tokens - turn, size)
     device, dtype = manager.device, manager.dtype
@@ -217,25 +233,42 @@ def _one_gather(rank: int, size: int, manager: Any, shape: tuple[int, int, int],
     own = x[partition.rows(rank)].clone()
     fused.all_gather(_context(manager, partition, False), own, RowGemm([weight.t()], [None], [out]), None)
     _sync(device)
-    return relative_error(out.float(), torch.mm(x, weight.t()).float())
+    reference = torch.mm(x, weight.t()).float()
+    error = relative_error(out.float(), reference)
+    if error < _TOLERANCE:
+        return error, {}, out
+    found = fused_wrong.describe(out, reference, {} if previous is None else {"previous": previous[: len(out)]})
+    for tile in found["tiles"]:
+        at = slice(*tile["rows"]), slice(*tile["columns"])
+        tile["missing_depth"] = fused_wrong.missing_depth(out, x, weight.t(), *at)
+    return error, {"rows_of": partition.offsets, **found}, out
 
 
-def _one_scatter(rank: int, size: int, manager: Any, shape: tuple[int, int, int], turn: int) -> float:
+def _one_scatter(
+    rank: int, size: int, manager: Any, shape: tuple[int, int, int], turn: int, previous: torch.Tensor | None
+) -> Judged:
     tokens, depth, width = shape
     partition = tpo.TokenPartition.balanced(tokens - turn, size)
     device, dtype = manager.device, manager.dtype
     own = partition.rows(rank)
-    reference = torch.zeros(own.stop - own.start, width, device=device)
+    summands = []
     for q in range(size):
         x = _draw(device, dtype, tokens - turn, depth, turn, q)
         weight = _draw(device, dtype, width, depth, turn, q, 9) / depth**0.5
-        reference += torch.mm(x[own], weight.t()).float()
+        summands.append(torch.mm(x[own], weight.t()).float())
         if q == rank:
             gemm = PartialGemm([x], [weight.t()])
+    reference = sum(summands[1:], summands[0])
     out = torch.full(reference.shape, float("nan"), device=device, dtype=dtype)
     fused.reduce_scatter(_context(manager, partition, True), gemm, out)
     _sync(device)
-    return relative_error(out.float(), reference)
+    error = relative_error(out.float(), reference)
+    if error < _TOLERANCE:
+        return error, {}, out
+    candidates = {f"summand of rank {q}{' (own)' if q == rank else ''}": one for q, one in enumerate(summands)}
+    if previous is not None and len(previous) >= len(out):
+        candidates["previous"] = previous[: len(out)]
+    return error, fused_wrong.describe(out, reference, candidates), out
 
 
 # -- times -------------------------------------------------------------------------------------------------------

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.comm import operations as ops
 from tests.comm.rank_functions import Outcome, attempt
+from tpoverlap.comm.device_exchange import DeviceExchange
+from tpoverlap.comm.epochs import reached
+from tpoverlap.overlap.fused_launch import InKernel
 from tpoverlap.testing import faults
-from tpoverlap.testing.simulated import SimulatedBackend
+from tpoverlap.testing.simulated import SimulatedBackend, SimulatedDriver
 from tpoverlap.tokens import TokenPartition
 
 
@@ -88,3 +93,53 @@ def poisoned(rank: int, world_size: int) -> list[bool]:
     attempt(mgr.check)
     mgr.abort()
     return result
+
+
+class _LateCallerDriver(SimulatedDriver):
+    """Its caller's stream is a stream like any other: what was launched there runs some time later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers_stream = self.create_stream("caller", high_priority=False)
+
+    def caller_stream(self) -> int:
+        return self.callers_stream
+
+
+class _LateCallerBackend(SimulatedBackend):
+    def driver(self) -> SimulatedDriver:
+        return _LateCallerDriver()
+
+
+def rows_from_the_callers_stream(rank: int, world_size: int, uses: int) -> list[bool]:
+    """All-gathers of two ranks whose rows and flags are written by work of the caller's stream: which were right."""
+    mgr = ops.make_manager(_LateCallerBackend, 20.0)
+    partition = TokenPartition.balanced(30, world_size)
+    right = []
+    for use in range(uses):
+        own, got = torch.full((15, ops.WIDTH), 1.0 + 10 * use + rank), torch.zeros(15, ops.WIDTH)
+        with mgr.operation(mgr.get("qkv_fprop"), partition, scatter=False).open_gather() as exchange:
+            assert isinstance(exchange, DeviceExchange)
+            exchange.copier = InKernel()
+            caller, slot, peer, bytes_ = exchange.caller, exchange._slot, 1 - rank, own.nbytes
+            for step in exchange.steps:
+                exchange.send(step, own, partition.rows(rank).start)
+            caller.wait(exchange.sent())
+
+            def kernel(own: Any = own, got: Any = got, slot: Any = slot, epoch: int = exchange.arrivals.epoch) -> None:
+                time.sleep(0.3 * rank)  # the host and the comm stream are far ahead
+                ctypes.memmove(slot.data[peer] + rank * bytes_, own.data_ptr(), bytes_)  # noqa: B023
+                ctypes.c_uint32.from_address(slot.arrival_out[peer]).value = epoch  # noqa: B023
+                arrived = ctypes.c_uint32.from_address(slot.arrival_in[peer])  # noqa: B023
+                while not reached(arrived.value, epoch):
+                    time.sleep(1e-3)
+                ctypes.memmove(got.data_ptr(), slot.data[rank] + peer * bytes_, bytes_)  # noqa: B023
+
+            launch = partial(caller.driver.launch, caller.handle, kernel)
+            exchange.run(caller, launch, "gemm")
+        assert exchange.finished is not None
+        caller.driver.synchronize()
+        right.append(bool((got == 1.0 + 10 * use + peer).all()))
+    mgr.check()
+    mgr.close()
+    return right

@@ -60,6 +60,7 @@ def test_all_gather_in_one_launch(tile_index: int) -> None:
     assert found["wgmma"] and found["bulk_loads"] and not found["spills"], found
     assert found["wide_stores"] and found["wide_loads"], "rows are pushed in 16-byte vectors"
     assert found["flags"] == 1, "one place sets flags at peers, with release order at system scope"
+    assert found["counted_after_barrier"], "one thread counts what all threads have stored"
 
 
 @pytest.mark.parametrize("tile_index", [1, 3, 4])
@@ -67,6 +68,7 @@ def test_reduce_scatter_in_one_launch(tile_index: int) -> None:
     found = build(tile_index, kernel="scatter_gemm", NUM_RANKS=2, RANK=1)
     assert found["wgmma"] and found["bulk_loads"] and found["spills"] <= 64, found
     assert found["wide_stores"] and found["flags"] == 1 and found["acquires"] >= 2, found
+    assert found["counted_after_barrier"], "one thread counts what all threads have stored"
 
 
 def main(tile_index: int, given: dict[str, Any]) -> None:
@@ -126,6 +128,7 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
                 "acquires": ptx.count("ld.acquire.sys.global.b32"),
                 "releases": ptx.count("sys.release.add") + ptx.count("release.sys.global.add"),
                 "flags": ptx.count("sys.release.exch") + ptx.count("release.sys.global.exch"),
+                "counted_after_barrier": _counted_after_barrier(ptx),
                 "wide_stores": ptx.count("st.global.v4.b32"),
                 "wide_loads": ptx.count("ld.global.v4.b32"),
                 "carried": _carried(binary.asm["ttgir"]),
@@ -134,6 +137,13 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
             }
         )
     )
+
+
+def _counted_after_barrier(ptx: str) -> bool:
+    """Whether every counter that a flag follows is bumped with a barrier between it and the last store before it."""
+    order = re.findall(r"bar\.sync|st\.global|\.acq_rel\.add", ptx)
+    counts = [index for index, what in enumerate(order) if what == ".acq_rel.add"]
+    return bool(counts) and all(order[index - 1] == "bar.sync" for index in counts)
 
 
 def _carried(ttgir: str) -> int:

@@ -24,6 +24,7 @@ BROKEN = {
     "no_computed": "(r) fused RS: the kernel that fills the GPU starts before the peers have computed its rows",
     "waits_before_pushing": "(s) one launch: programs wait for the peers' rows before they send their own",
     "no_reserve": "(t) one launch: the kernel leaves no multiprocessor to other libraries",
+    "early_refresh": "(u) one launch: the refresh of all arrival flags does not wait for the kernel that sends rows",
 }
 """Broken variants. (d), depth 1 with the credit of two uses ago, is ``Config(depth=1, credit_lag=2)``."""
 

@@ -416,7 +416,11 @@ class _RankBuilder:
         for peer in self._destinations(op):
             if self.config.num_pieces(op.seq, op.kind, self.rank, peer) and "no_credit_wait" not in self.config.broken:
                 steps.append(self._wait_credit(op, peer))
-        return [*steps, self._set(self._label(op, "credits are there"), self.at("sent", self.rank), op.seq)]
+        steps.append(self._set(self._label(op, "credits are there"), self.at("sent", self.rank), op.seq))
+        if "early_refresh" in self.config.broken:  # as it should be, `_one_launch` ends with these flags
+            pieces = range(max(self.config.pieces))
+            steps += [self._arrival(op, peer, piece) for peer in self._destinations(op) for piece in pieces]
+        return steps
 
     def _one_launch(self, op: Op, caller: Thread) -> list[Step]:
         """The kernel pushes, then reads what arrived; what it made of that is used after the compare."""

@@ -144,6 +144,8 @@ BROKEN_RULES = [
         "e in one launch", Config(ops="LL", device=True, deviates=(1, 1, "T"), broken=("no_compare",)), expect="uses"
     ),
     Scenario("a in one launch", Config(ops="L", device=True, broken=("flag_before_data",)), expect="uses what"),
+    Scenario("u", Config(ops="L", device=True, broken=("early_refresh",)), expect="uses what"),
+    Scenario("u, reduce-scatter", Config(ops="M", broken=("early_refresh",)), expect="uses what"),
     Scenario("b in one launch", Config(ops="LLL", device=True, depth=1, credit_lag=2), expect="overwrites data"),
     Scenario("ring 1", Config(ops="AR", ring=1), expect="overwrites its descriptor"),
     Scenario("ring too small for credits alone", Config(ops="ARARA", gated=False, ring=4), expect="its descriptor"),

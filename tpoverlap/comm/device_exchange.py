@@ -209,6 +209,8 @@ class DeviceExchange(OneSidedExchange):
     def _finish(self) -> None:
         comm, caller = self._comm, self.caller
         if self._epoch % REFRESH_EVERY < self._region.depth:
+            comm.flush()
+            self._caller_mark()  # a kernel there may still be sending the rows that the flags stand for
             self._refresh_flags()
             self._comm_mark()
         elif self._unsent or self._comm_count == self._comm_start:  # nothing, or not everything, was sent

@@ -333,6 +333,7 @@ class OneSidedExchange(Exchange):
 
     def _finish(self) -> None:
         if self._epoch % REFRESH_EVERY < self._region.depth:
+            self._comm.wait(self.caller.record())  # a kernel on the caller's stream may send the rows
             self._comm.enqueue(self._refresh_flags)
         self._mark(self.caller, "wait", -1)  # for own sends, and for peers that sent nothing
         self.caller.enqueue(lambda: self._expect_all(self.caller))
@@ -344,7 +345,8 @@ class OneSidedExchange(Exchange):
 
     def _refresh_flags(self) -> None:
         # A flag that is left alone for 2**31 uses would compare as "in the future". So now and then all are written,
-        # those of pieces that this operation did not have, too; nobody waits for them.
+        # those of pieces that this operation did not have, too; nobody waits for them. After the rows, whoever sends
+        # them: a flag that this writes before them says that they have arrived.
         for peer in self._peers():
             for piece in range(MAX_PIECES):
                 self.signals.set_arrival(self._comm, peer, self._ref, piece)
