@@ -47,12 +47,12 @@ def _bias_on_every_rank() -> AbstractContextManager[Any]:
 
 
 def _weight_grad_has_rolled_rows() -> AbstractContextManager[Any]:
-    original = column._Backward._compute_weight_grads
+    original = column.ColumnBackward._compute_weight_grads
 
     def compute(self: Any, gathered: torch.Tensor) -> None:
         original(self, gathered.roll(1, 0))
 
-    return mock.patch.object(column._Backward, "_compute_weight_grads", compute)
+    return mock.patch.object(column.ColumnBackward, "_compute_weight_grads", compute)
 
 
 def _runs_without_overlap() -> AbstractContextManager[Any]:

@@ -20,8 +20,9 @@ from tpoverlap.testing.conformance.setting import strided
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_every_legal_method_is_covered(size: int) -> None:
-    gathers = {method for method, _ in catalogue.GATHER_METHODS} | set(catalogue.BESIDE_METHODS)
-    scatters = {method for method, _ in catalogue.SCATTER_METHODS} | set(catalogue.BESIDE_METHODS)
+    others = {method for method, _ in catalogue.KERNEL_METHODS} | set(catalogue.BESIDE_METHODS)
+    gathers = {method for method, _ in catalogue.GATHER_METHODS} | others
+    scatters = {method for method, _ in catalogue.SCATTER_METHODS} | others
     assert set(legal_methods("own_name", False, size)) <= gathers
     assert set(legal_methods("own_name", True, size)) <= scatters
     splits = {options.get("num_splits") for _, options in catalogue.SCATTER_METHODS}

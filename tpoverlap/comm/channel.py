@@ -319,7 +319,8 @@ class Channel:
     def resource(self, name: str, make: Callable[[], T]) -> T:
         """What a method keeps as long as this channel lives: made on first use. Local."""
         if name not in self._resources:
-            self._resources[name] = make()
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                self._resources[name] = make()
         found: T = self._resources[name]
         return found
 

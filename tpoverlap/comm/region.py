@@ -65,7 +65,8 @@ class Region:
     def _whole_slot(self, rank: int, slot: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
         """A slot as a flat tensor, and its first element in the arena: what views are cut from. Made once."""
         offset = self.layout.slot_offset(self.index, slot)
-        whole = self.arena.view(rank, offset, (self.slot_bytes // dtype.itemsize,), dtype)
+        with torch.inference_mode(False):  # the first call may be in that mode, and later ones write outside it
+            whole = self.arena.view(rank, offset, (self.slot_bytes // dtype.itemsize,), dtype)
         found = self._slots[rank, slot, dtype] = whole, int(whole.storage_offset())
         return found
 

@@ -39,6 +39,12 @@ SCATTER_METHODS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("auto", {}),
 )
 BESIDE_METHODS = ("bulk", "sequential")
+KERNEL_METHODS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("fused", {}),
+    ("fused", {"use_ce": False, "num_sm": 4}),
+    ("ring_exchange", {"use_ce": False, "num_sm": 4}),
+)
+"""What runs as Triton kernels: on GPUs; tests/overlap has them in the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,8 @@ def conformance_cases(setting: Setting, size: int) -> Iterator[Case]:
 
 
 def kernel_cases(setting: Setting, size: int) -> Iterator[Case]:
-    """Cases 1 and 2 for what runs as Triton kernels: `fused`, and ``use_ce: false``."""
-    copies = {"use_ce": False, "num_sm": 4}
-    for method, options in (("fused", {}), ("fused", copies), ("ring_exchange", copies)):
+    """Cases 1 and 2 for `KERNEL_METHODS`."""
+    for method, options in KERNEL_METHODS:
         yield Case(_id("ag", method, options), 1, gemms.check_all_gather_gemm, (setting, method, options))
         yield Case(_id("rs", method, options), 2, gemms.check_gemm_reduce_scatter, (setting, method, options))
 

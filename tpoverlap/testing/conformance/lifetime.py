@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tpoverlap import te
 from tpoverlap.communicator import CommOverlap
 from tpoverlap.config import legal_methods
-from tpoverlap.errors import ConfigError, NotInitializedError
+from tpoverlap.errors import BackendUnavailableError, ConfigError, NotInitializedError
 from tpoverlap.manager import UserBufferManager
 from tpoverlap.nn.functional import all_gather_gemm, bulk_all_gather, bulk_reduce_scatter, gemm_reduce_scatter
 from tpoverlap.testing.conformance import plain
@@ -163,6 +163,10 @@ def check_methods_table(rank: int, size: int, setting: Setting) -> dict[str, Any
             comm = manager.get(name)
             x = setting.draw(rank, (partition.total, setting.hidden), "x", turn)
             weight = setting.draw(rank, (setting.features, setting.hidden), "w", rank)
+            if options["method"] == "fused" and size > 1 and manager.backend_name != "cuda":
+                with manager.microbatch(partition):
+                    comparison.true("fused is refused where it cannot run", _has_no_kernels(comm, x, own, weight))
+                continue
             with manager.microbatch(partition):
                 if options["method"] == "bulk":
                     beside = (x, weight)
@@ -185,6 +189,17 @@ def check_methods_table(rank: int, size: int, setting: Setting) -> dict[str, Any
             comparison.true(f"it ran as {manager.stats()[name]}", manager.stats()[name].get(f"method_{ran}") == 1)
         manager.check()
     return comparison.summary()
+
+
+def _has_no_kernels(comm: CommOverlap, x: torch.Tensor, own: slice, weight: torch.Tensor) -> bool:
+    try:
+        if comm.is_reduce_scatter:
+            gemm_reduce_scatter(x, torch.eye(x.shape[1]).to(x), comm)
+        else:
+            all_gather_gemm(x[own], weight, comm)
+    except BackendUnavailableError:
+        return True
+    return False
 
 
 def _is_refused(comm: CommOverlap, x: torch.Tensor, own: slice) -> bool:
