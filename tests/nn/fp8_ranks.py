@@ -206,7 +206,7 @@ def saved_for_backward(rank: int, size: int) -> dict[str, Any]:
             x = _draw(8, HIDDEN, 0).requires_grad_()
             tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=tpo.Fp8State())
         with torch.no_grad():
-            state = tpo.Fp8State()
+            state = tpo.Fp8State(cache_weights=True)
             tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=state)
             first = state.quantized_weight(0, weight)
             tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=state)
