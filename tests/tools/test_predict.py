@@ -54,14 +54,13 @@ def test_every_gemm_has_a_choice_that_is_no_worse_than_sequential() -> None:
     assert found["error_of_the_model"]["left_out"] == "whole shapes"
 
 
-def test_hidden_launches_make_overlap_pay_earlier() -> None:
+def test_hidden_launches_leave_the_device_alone() -> None:
     arguments = ("--tp", "2", "--tokens", "2048", "--gpu", "h200")
     counted, hidden = answer(*arguments), answer(*arguments, "--launches", "hidden")
     assert not any(row["host_bound"] for gemm in hidden["gemms"] for row in gemm["rows"])
     for one, other in zip(counted["gemms"], hidden["gemms"], strict=True):
         assert other["rows"][0]["time_us"] <= one["rows"][0]["time_us"]
         assert other["break_even_tokens"] is not None
-        assert one["break_even_tokens"] is None or other["break_even_tokens"] <= one["break_even_tokens"]
 
 
 @pytest.mark.parametrize(
