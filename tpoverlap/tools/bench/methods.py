@@ -39,6 +39,16 @@ def method_labels(direction: Direction, tp_size: int, supported: frozenset[str] 
     )
 
 
+def why_no_kernels(device_type: str) -> str | None:
+    """Why `fused` cannot run; None where it can."""
+    return None if device_type == "cuda" else "fused needs a GPU: the CPU runs Triton kernels in the interpreter only"
+
+
+def runnable(device_type: str) -> frozenset[str]:
+    """The methods of this release that run on ``device_type``."""
+    return SUPPORTED if why_no_kernels(device_type) is None else SUPPORTED - {"fused"}
+
+
 def _layer_name(label: str, direction: Direction, width: int) -> str:
     return f"{label.replace(' ', '_')}_{direction}_{width}"
 
@@ -68,7 +78,7 @@ class Methods:
         names = [
             (label, direction, width, tokens)
             for (direction, width), tokens in sorted(self._max_tokens.items())
-            for label in method_labels(direction, session.tp_size)
+            for label in method_labels(direction, session.tp_size, runnable(session.device.type))
             if self._labels is None or label in self._labels
         ]
         capacity = max(self._max_tokens.values())

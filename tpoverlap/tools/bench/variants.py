@@ -12,7 +12,7 @@ from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.bench import baselines
 from tpoverlap.tools.bench.baselines import PlainTransfer, Run
 from tpoverlap.tools.bench.correctness import TWIN_FACTOR, Reference
-from tpoverlap.tools.bench.methods import AUTO, Methods, method_labels
+from tpoverlap.tools.bench.methods import AUTO, Methods, method_labels, runnable, why_no_kernels
 from tpoverlap.tools.bench.rows import GemmRow
 from tpoverlap.tools.bench.session import Operands, Session
 
@@ -104,7 +104,7 @@ def build_variants(
         )
     variants += [
         Variant(label, "ours", ours(label, inputs), inputs.first_row)
-        for label in method_labels(row.direction, session.tp_size)
+        for label in method_labels(row.direction, session.tp_size, runnable(session.device.type))
     ]
     if row.capacity_tokens > row.num_tokens:
         padded = RowInputs(session, operands, row, row.capacity_tokens)
@@ -168,6 +168,8 @@ def add_alone(session: Session, operands: Operands, transfer: PlainTransfer, row
         checked.runs[COLLECTIVE] = baselines.collective(session, row, scattered)
     if (reason := baselines.why_no_async_tp(session, row)) is not None:
         checked.skipped[ASYNC_TP] = reason
+    if (reason := why_no_kernels(session.device.type)) is not None:
+        checked.skipped["fused"] = reason
     if transfer.reason is not None:
         checked.skipped[PUSH] = transfer.reason
         return

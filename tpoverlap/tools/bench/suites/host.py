@@ -17,7 +17,7 @@ import torch
 from tpoverlap.tools.bench import baselines, targets
 from tpoverlap.tools.bench.correctness import Reference
 from tpoverlap.tools.bench.job import BenchJob, Direction
-from tpoverlap.tools.bench.methods import Methods, method_labels
+from tpoverlap.tools.bench.methods import Methods, method_labels, runnable
 from tpoverlap.tools.bench.rows import GemmRow
 from tpoverlap.tools.bench.session import Operands, Session
 from tpoverlap.tools.bench.suite import Row, Runner, Suite
@@ -57,7 +57,7 @@ class HostSuite(Suite):
             *(
                 HostItem(operation, direction)
                 for direction in job.directions
-                for operation in (PLAIN, *method_labels(direction, job.tp_size))
+                for operation in (PLAIN, *method_labels(direction, job.tp_size, runnable(job.device_type)))
             ),
         ]
 
