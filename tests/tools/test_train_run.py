@@ -40,7 +40,10 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize("method", METHOD_CHOICES)
+@pytest.mark.parametrize(
+    "method",  # auto rings and is bulk in backward; the others are in the conformance suite as well
+    [pytest.param(m, marks=pytest.mark.slow if m in ("ring_exchange", "bulk") else ()) for m in METHOD_CHOICES],
+)
 def test_every_method_trains_like_the_reference(method: str, tmp_path: Path) -> None:
     result = run("--steps", "6", "--method", method, "--check-reference", "--json", str(tmp_path / "run.json"))
     assert result.exit_code == 0, result.output
@@ -56,9 +59,9 @@ def test_every_method_trains_like_the_reference(method: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("style", "mode", "microbatches", "more"),
     [
-        ("te-style", "auto", 1, ("--compare", "--compare-steps", "2")),
+        pytest.param("te-style", "auto", 1, ("--compare", "--compare-steps", "2"), marks=pytest.mark.slow),
         ("te-style", "rs_dgrad", 5, ("--tp", "3")),
-        ("plain", "rs_dgrad", 2, ("--method", "sequential")),
+        pytest.param("plain", "rs_dgrad", 2, ("--method", "sequential"), marks=pytest.mark.slow),
         ("plain", "bulk", 3, ("--method", "ring_exchange")),
     ],
 )
