@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.testing import RankPool
+from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.bench.job import BenchJob
 from tpoverlap.tools.bench.layer_check import bound_of, compare
 from tpoverlap.tools.bench.layer_items import (
@@ -152,8 +153,6 @@ def compute_only_gemms(rank: int, world_size: int) -> dict[str, float]:
             continue
         stage = LayerStage(session, item.size.hidden, item.capacity_tokens)
         layer: Any = stage._layers_of(item)[COMPUTE_ONLY]
-        from tpoverlap.tokens import TokenPartition
-
         partition = TokenPartition.balanced(item.num_tokens, world_size)
         rows = partition.rows(rank)
         column, row = layer._gemms

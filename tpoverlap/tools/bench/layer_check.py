@@ -34,13 +34,14 @@ def compare(
     for name, one, other in zip(names, actual, twin, strict=True):
         if one.shape != other.shape:
             return math.nan, f"{name}: shape {list(one.shape)}, the twin has {list(other.shape)}"
+        whole = relative_error(one, other)
         for what, found, allowed in (
-            (name, relative_error(one, other), bound),
+            (name, whole, bound),
             (f"a row of {name}", _worst_row(one, other), _ROW_FACTOR * bound),
         ):
             if not found <= allowed:
                 return found, f"wrong numbers: {what} differs from the twin by {found:.3e}, allowed {allowed:.3e}"
-        worst = max(worst, relative_error(one, other))
+        worst = max(worst, whole)
     return worst, None
 
 
