@@ -95,7 +95,7 @@ def layer_items(job: BenchJob) -> list[LayerItem]:
     if job.shapes or job.directions != DIRECTIONS:
         raise ConfigError("--shape and --only-direction mean nothing to the suite layers: run it by itself")
     on_gpu, tp_size = job.device_type == "cuda", job.tp_size
-    capacity, unit = (_CAPACITY, 256) if on_gpu else (96, 8)
+    capacity, unit = (_CAPACITY, 256) if on_gpu else (96, 4)
     sizes = _SIZES if on_gpu else (LayerSize(64, 64 * tp_size, 2 * tp_size, tp_size, 16),)
     tokens = job.tokens or ((capacity, capacity // 2, 1024, 256) if on_gpu else (capacity, 37))
     kinds = _KINDS

@@ -175,7 +175,7 @@ class _Checked:
         try:
             names = stage.names(item)
             before = stage.operations()
-            results = stage.step(item, label)()
+            results = tuple(result.detach() for result in stage.step(item, label)())
             self.operations[label] = stage.operations() - before
             if stage.session.is_cuda:
                 torch.cuda.synchronize(stage.session.device)
@@ -187,7 +187,7 @@ class _Checked:
                     return math.nan, f"compute-only began {self.operations[label]} operations; it has none", False
                 return *require_finite(names, results, self._twin), False
             if label == PADDED:
-                whole = stage.step(_at_capacity(item), TWIN)()
+                whole = [result.detach() for result in stage.step(_at_capacity(item), TWIN)()]
                 return *compare(names, results, whole, self._bound), False
             return *compare(names, results, self._twin, self._bound), False
         except Exception as error:  # of any kind: the other ranks are about to agree on it
