@@ -91,7 +91,9 @@ def check_row(row: Row) -> None:
         assert (one["difference"] is None) == (label in (TWIN, COMPUTE_ONLY))
         # a column layer has one in fprop and two in backward, or, as a row layer, one and one
         num_layers = 2 if row["kind"] == "transformer" else 1
-        assert one["operations"] == (0 if label == COMPUTE_ONLY else 5 * num_layers), label
+        methods = one["operations"]
+        assert sum(methods.values()) == (0 if label == COMPUTE_ONLY else 5 * num_layers), label
+        assert set(methods) == {TWIN: {"sequential"}, COMPUTE_ONLY: set()}.get(label, {"ring_exchange", "bulk"}), label
 
 
 # -- compute-only -----------------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def alone_on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
     session = _session()
     items = layer_items(session.job)
     stage = LayerStage(session, items[0].size.hidden, items[0].capacity_tokens)
-    found: dict[str, Any] = {"shapes": True, "operations": 0}
+    found: dict[str, Any] = {"shapes": True}
     with Collectives() as collectives:
         if rank == 0:
             for item in items:
@@ -130,18 +132,18 @@ def alone_on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
                 shapes = [tuple(p.shape) for p in stage._layers_of(item)[AUTO].parameters()]
                 found["shapes"] &= [tuple(t.shape) for t in results] == [(rows, 64), (rows, 64), *shapes]
                 found["shapes"] &= all(bool(torch.isfinite(t).all()) and float(t.abs().max()) > 0 for t in results)
-    found["operations"], found["collectives"] = stage.operations(), collectives.seen
+    found["operations"], found["collectives"] = dict(stage.operations()), collectives.seen
     session.barrier()
     with Collectives() as collectives:
         stage.step(items[0], TWIN)()
-    found["counted"] = stage.operations() > 0
+    found["counted"] = set(stage.operations()) == {"sequential"}
     stage.close()
     return found
 
 
 def test_compute_only_needs_no_peer(rank_pool: Callable[[int], RankPool]) -> None:
     for found in rank_pool(2).run(alone_on_one_rank, timeout_s=60):
-        assert found == {"shapes": True, "operations": 0, "collectives": [], "counted": True}
+        assert found == {"shapes": True, "operations": {}, "collectives": [], "counted": True}
 
 
 def compute_only_gemms(rank: int, world_size: int) -> dict[str, float]:

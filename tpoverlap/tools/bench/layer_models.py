@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -131,9 +132,14 @@ class LayerStage:
         """What a step returns."""
         return ("y", "dx", *(f"d {name}" for name, _ in self._layers_of(item)[AUTO].named_parameters()))
 
-    def operations(self) -> int:
-        """Operations that the manager has begun so far, under all names."""
-        return sum(row["calls"] for row in self.manager.stats().values())
+    def operations(self) -> Counter[str]:
+        """Operations that the manager has begun so far, under all names: how many by which method."""
+        counted: Counter[str] = Counter()
+        for row in self.manager.stats().values():
+            for key, count in row.items():
+                if key.startswith("method_"):
+                    counted[key.removeprefix("method_")] += count
+        return counted
 
     def _layers_of(self, item: LayerItem) -> dict[str, torch.nn.Module]:
         """A module a variant. Its parameters are those of the first one: nothing is drawn or kept twice."""

@@ -116,7 +116,7 @@ def layers_table(rows: Sequence[Row]) -> Table:
                 figure(one["of_compute_only"].get(mode)),
                 figure(one["of_twin"].get(mode)),
                 "-" if one["difference"] is None else f"{one['difference']:.1e}",
-                str(one["operations"]),
+                str(sum(one["operations"].values())),
             )
             table.add_row(label, name, *cells, _verdict(row) if name == "auto" else "")
             label = ""

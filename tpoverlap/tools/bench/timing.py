@@ -60,10 +60,9 @@ def measure(
         for _ in range(_WARM_UP_CALLS if calls is None else 1):
             run()
     counts = {label: calls or stopwatch.eager_calls(run) for label, run in runs.items()}
-    operations = min(queued_operations or session.job.queued_operations, session.job.queued_operations)
     plans: dict[str, _Queue] = {}
     if queued and session.is_cuda:
-        plans = {label: stopwatch.plan_queue(run, operations) for label, run in runs.items()}
+        plans = {label: stopwatch.plan_queue(run, queued_operations) for label, run in runs.items()}
     eager: dict[str, list[float]] = {label: [] for label in runs}
     delayed: dict[str, list[float]] = {label: [] for label in runs}
     labels = list(runs)
@@ -121,8 +120,10 @@ class _Stopwatch:
         torch.cuda.synchronize()
         return 1e3 * float(begin.elapsed_time(end)) / calls
 
-    def plan_queue(self, run: Run, operations: int) -> _Queue:
+    def plan_queue(self, run: Run, at_most: int | None = None) -> _Queue:
         """How many calls to queue, and behind how long a delay: the launch queue may hold fewer than asked for."""
+        operations = self._session.job.queued_operations
+        operations = operations if at_most is None else min(operations, at_most)
         plan = _Queue(operations, _FIRST_DELAY_MS)
         for _ in range(5):
             host_ms = self._queue(run, plan)[2]

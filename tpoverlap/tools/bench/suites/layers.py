@@ -139,7 +139,7 @@ class _Checked:
     Attributes:
         good: what may be timed. errors: what may not, and why.
         differences: largest relative difference from the twin; NaN for what has no numbers to compare.
-        operations: of the manager, in one forward and backward.
+        operations: of the manager, in one forward and backward: how many by which method.
     """
 
     def __init__(self, stage: LayerStage, item: LayerItem) -> None:
@@ -148,7 +148,7 @@ class _Checked:
         self.good: list[str] = []
         self.errors: dict[str, str] = {}
         self.differences: dict[str, float] = {}
-        self.operations: dict[str, int] = {}
+        self.operations: dict[str, dict[str, int]] = {}
         self._twin: tuple[torch.Tensor, ...] = ()
         # The twin first: without it nothing else can be judged.
         for label in (TWIN, *(label for label in item.variants if label != TWIN)):
@@ -176,7 +176,7 @@ class _Checked:
             names = stage.names(item)
             before = stage.operations()
             results = tuple(result.detach() for result in stage.step(item, label)())
-            self.operations[label] = stage.operations() - before
+            self.operations[label] = dict(stage.operations() - before)
             if stage.session.is_cuda:
                 torch.cuda.synchronize(stage.session.device)
             if label == TWIN:
