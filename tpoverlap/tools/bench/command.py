@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tpoverlap.tools.bench.job import BenchJob
     from tpoverlap.tools.bench.report import BenchReport
 
-_SUITES = ("gemm", "dynamic", "host")
+_SUITES = ("gemm", "dynamic", "host", "layers")
 _FILE_WIDTH = 150
 
 

@@ -97,3 +97,31 @@ def host_table(rows: Sequence[Row]) -> Table:
         for problem in row["problems"]:
             table.add_row(f"  ERROR: {problem}", *[""] * 5, style="red")
     return table
+
+
+def layers_table(rows: Sequence[Row]) -> Table:
+    """One block a row: every variant, then what was refused."""
+    table = Table(title="layers: forward + backward", title_justify="left", pad_edge=False)
+    table.add_column("layer, H x ffn, numbers, T", no_wrap=True)
+    table.add_column("variant", no_wrap=True)
+    for heading in ("eager ms", "queued ms", "host ms", "of compute", "of no overlap", "off twin", "operations"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("targets", no_wrap=True)
+    for row in rows:
+        label = row["label"]
+        for name, one in row["methods"].items():
+            mode = "queued" if one["queued_us"] is not None else "eager"
+            cells = (
+                *(figure(one[key] and one[key] / 1e3) for key in ("eager_us", "queued_us", "host_us")),
+                figure(one["of_compute_only"].get(mode)),
+                figure(one["of_twin"].get(mode)),
+                "-" if one["difference"] is None else f"{one['difference']:.1e}",
+                str(sum(one["operations"].values())),
+            )
+            table.add_row(label, name, *cells, _verdict(row) if name == "auto" else "")
+            label = ""
+        for name, reason in (*row["errors"].items(), *row["skipped"].items()):
+            table.add_row(label, name, reason[:60], *[""] * 7, style="red" if name in row["errors"] else "dim")
+            label = ""
+        table.add_section()
+    return table

@@ -116,12 +116,13 @@ def summarise_gemm(rows: Sequence[Row]) -> Row:
             judged += _at_least(f"geometric mean {direction}", mode, mean, rules["limit"]["geometric_mean"][direction])
     if not any(row["targets"] for row in rows):
         judged = []  # another machine than the targets are for
-    missed = [f"{row['label']}: {_in_words(one)}" for row in rows for one in row["targets"] if not one["passed"]]
-    missed += [_in_words(one) for one in judged if not one["passed"]]
+    missed = [f"{row['label']}: {describe(one)}" for row in rows for one in row["targets"] if not one["passed"]]
+    missed += [describe(one) for one in judged if not one["passed"]]
     return {"geometric_mean_of_limit": means, "targets": judged, "missed": missed, "rows": len(rows)}
 
 
-def _in_words(one: Row) -> str:
+def describe(one: Row) -> str:
+    """A judged target in a line."""
     against = f" ({one['baseline']})" if "baseline" in one else ""
     return f"{one['rule']} {one['mode']}: {_show(one['value'])}, bound {_show(one['bound'])}{against}"
 

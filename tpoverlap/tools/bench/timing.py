@@ -43,18 +43,26 @@ class Times:
 
 
 def measure(
-    session: Session, runs: Mapping[str, Run], *, queued: bool = True, calls: int | None = None
+    session: Session,
+    runs: Mapping[str, Run],
+    *,
+    queued: bool = True,
+    calls: int | None = None,
+    queued_operations: int | None = None,
 ) -> dict[str, Times]:
     """Times of each of ``runs``, which are the same on every rank and were checked before. Collective.
 
     ``calls``: of an eager round; None: as many as fill the clock. A long run warms up with its first such round.
+    ``queued_operations``: of a queued round, at most; None: what the job says.
     """
     stopwatch = _Stopwatch(session)
     for run in runs.values():
         for _ in range(_WARM_UP_CALLS if calls is None else 1):
             run()
     counts = {label: calls or stopwatch.eager_calls(run) for label, run in runs.items()}
-    plans = {label: stopwatch.plan_queue(run) for label, run in runs.items()} if queued and session.is_cuda else {}
+    plans: dict[str, _Queue] = {}
+    if queued and session.is_cuda:
+        plans = {label: stopwatch.plan_queue(run, queued_operations) for label, run in runs.items()}
     eager: dict[str, list[float]] = {label: [] for label in runs}
     delayed: dict[str, list[float]] = {label: [] for label in runs}
     labels = list(runs)
@@ -72,8 +80,8 @@ def measure(
     for number, label in enumerate(labels):
         rounds = [rank[number][1] for rank in everyone]
         queued_us = max(median(values) for values in rounds) if rounds[0] else None
-        operations = plans[label].operations if label in plans else 0
-        times[label] = Times(max(rank[number][0] for rank in everyone), queued_us, operations)
+        num_queued = plans[label].operations if label in plans else 0
+        times[label] = Times(max(rank[number][0] for rank in everyone), queued_us, num_queued)
     return times
 
 
@@ -112,9 +120,11 @@ class _Stopwatch:
         torch.cuda.synchronize()
         return 1e3 * float(begin.elapsed_time(end)) / calls
 
-    def plan_queue(self, run: Run) -> _Queue:
+    def plan_queue(self, run: Run, at_most: int | None = None) -> _Queue:
         """How many calls to queue, and behind how long a delay: the launch queue may hold fewer than asked for."""
-        plan = _Queue(self._session.job.queued_operations, _FIRST_DELAY_MS)
+        operations = self._session.job.queued_operations
+        operations = operations if at_most is None else min(operations, at_most)
+        plan = _Queue(operations, _FIRST_DELAY_MS)
         for _ in range(5):
             host_ms = self._queue(run, plan)[2]
             longest_ms = self._largest(host_ms)
@@ -127,7 +137,7 @@ class _Stopwatch:
             if wanted_ms <= _MAX_DELAY_MS and plan.delay_ms < _MAX_DELAY_MS / 3:
                 plan.delay_ms = max(3 * plan.delay_ms, wanted_ms)
             else:
-                plan.operations = max(_MIN_QUEUED, plan.operations // 2)
+                plan.operations = max(min(_MIN_QUEUED, operations), plan.operations // 2)
         return plan
 
     def queued_round(self, run: Run, plan: _Queue) -> tuple[float, bool]:

@@ -15,6 +15,7 @@ _SUITES: Mapping[str, str] = MappingProxyType(
         "gemm": "tpoverlap.tools.bench.suites.gemm:GemmSuite",
         "dynamic": "tpoverlap.tools.bench.suites.dynamic:DynamicSuite",
         "host": "tpoverlap.tools.bench.suites.host:HostSuite",
+        "layers": "tpoverlap.tools.bench.suites.layers:LayersSuite",
     }
 )
 SUITE_NAMES = tuple(_SUITES)
