@@ -96,7 +96,7 @@ def _host_bound(row: Figures, config: OverlapConfig | None, setting: Setting) ->
         return None
     text = (
         f"host-bound: for {row.idle_us:.0f} us of {row.wall_us:.0f} nothing ran or waited, more than the work itself "
-        f"({work:.0f} us). Give each call a larger T, capture the step in a CUDA graph, or run this name without "
+        f"({work:.0f} us). Give each call a larger T, or run this name without "
         "overlap, which launches least"
     )
     options = {} if row.method == "sequential" else _sequential()

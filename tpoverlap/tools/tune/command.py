@@ -32,7 +32,9 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option("-o", "--output", type=_FILE, required=True, metavar="UB.yaml", help="Where the configuration goes.")
 @click.option("--tp", "tp_size", type=click.IntRange(2, 64), default=2, show_default=True, help="R, ranks to start.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="cpu: for trying it out."
+)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="[default: bf16 on cuda, fp32 on cpu]")
 @click.option("--minutes", type=click.FloatRange(min=0), default=10.0, show_default=True, help="Begin nothing after.")
 @click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each interleaved run.")
