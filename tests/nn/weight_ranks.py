@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import tpoverlap as tpo
@@ -170,7 +171,8 @@ def llama_there_and_back(rank: int, size: int, tied: bool, tensors: dict[str, to
         assert unused == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
         with manager.microbatch(cu_seqlens[-1]), torch.no_grad():
             logits = model(torch.cat(sequences), cu_seqlens)
-        torch.testing.assert_close(logits, llama.logits(tensors, sequences)[:, model.head.vocabulary])
+        expected = llama.logits(tensors, sequences)[:, model.head.vocabulary]
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
         back = llama_tensors(list(model.layers), **model.ends)
         # A pipeline's second stage has the same names.
         stage = llama_tensors([model.layers[1]], first_layer=1, norm=model.norm)
@@ -218,7 +220,7 @@ def load_checkpoint(rank: int, size: int, folder: str, full: dict[str, torch.Ten
         assert torch.equal(model.foreign, seeded(3, seed=1))
 
 
-def histories(rank: int, size: int, folder: str, save: bool) -> Any:
+def histories(rank: int, size: int, folder: str, save: bool) -> None:
     """Delayed scaling: a rank's histories come back to that rank; another R has to leave them out."""
     with make_manager(quantization_modes=["none", "fp8"], backend="shared") as manager:
         options = {"parallel_mode": "column", "ub_name": "qkv", "fp8_recipe": tpo.DelayedScaling()}
@@ -227,16 +229,16 @@ def histories(rank: int, size: int, folder: str, save: bool) -> Any:
         histories = {name: value for name, value in state.items() if ".fp8." in name}
         assert histories and all(name.endswith(f".rank_{rank}_of_{size}") for name in histories)
         if not save:
-            outcome = outcome_of(lambda: dcp.load(state, checkpoint_id=folder))
+            with pytest.raises(CheckpointException, match=f"Missing key.*rank_{rank}_of_{size}"):
+                dcp.load(state, checkpoint_id=folder)
             dcp.load(tpo.nn.dtensor_state_dict(model, fp8_histories=False), checkpoint_id=folder)
-            return outcome
+            return
         history = model[0].fp8.state.weight[0].amax_history
         history.fill_(3.0 + rank)
         dcp.save(state, checkpoint_id=folder)
         history.zero_()
         dcp.load(tpo.nn.dtensor_state_dict(model), checkpoint_id=folder)
         assert torch.equal(history, torch.full_like(history, 3.0 + rank))
-        return None
 
 
 def resume(rank: int, size: int) -> None:
@@ -327,8 +329,8 @@ def lora(rank: int, size: int) -> None:
             layer(shard).backward(dy[:, own])
             tpo.sync_replicated_grads(layer, manager.group)
             assert asked == [("qkv_fprop", False), ("qkv_dgrad", True)], asked
-            stats = manager.stats()
-            assert (stats["qkv_fprop"]["calls"], stats["qkv_dgrad"]["calls"], stats["qkv_wgrad"]["calls"]) == (1, 1, 0)
+            calls = {name: row["calls"] for name, row in manager.stats().items() if row["calls"]}
+            assert calls == {"qkv_fprop": 1, "qkv_dgrad": 1}, calls
 
             x.requires_grad_()
             a, b = layer.a.detach().clone().requires_grad_(), b.requires_grad_()
