@@ -18,7 +18,7 @@ from tests.nn import plain_llama as llama
 from tpoverlap.integrations.transformers import llama_tensors, load_llama
 from tpoverlap.tokens import TokenPartition
 
-VOCAB = 11  # divisible by neither 2 nor 3
+VOCAB = 13  # divisible by neither 2 nor 3; at 3 ranks 5 + 4 + 4, where torch.chunk makes 5 + 5 + 3
 FEATURES = 12
 HEADS, GROUPS = 12, 6
 
