@@ -73,28 +73,21 @@ def load_llama(
     Raises:
         ConfigError: a tensor is missing or has another shape; a layer is not Llama's.
     """
-    found: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+    places = list(_places(layers, first_layer, embedding, head))
     used: set[str] = set()
-    for module, name, parts in _places(layers, first_layer, embedding, head):
-        wanted = {part: _take(tensors, key) for part, key in parts.items()}
+    for module, name, parts in places:
         spec = cut_parameter(module, name).spec
-        try:
-            full = wanted[""] if "" in wanted else spec.join(wanted)
-        except ConfigError as error:
-            raise ConfigError(f"{', '.join(parts.values())} for {name}: {error}") from error
-        if tuple(full.shape) != spec.full_shape:
-            raise ConfigError(f"{parts['']} is {list(full.shape)}, but {name} is {list(spec.full_shape)} in full")
-        found.append((module, name, full))
-        used |= set(parts.values())
+        for part, key in parts.items():
+            _require_shape(tensors, key, spec.part_shape(part) if part else spec.full_shape, name)
+            used.add(key)
     if norm is not None:
-        weight = _take(tensors, "model.norm.weight")
-        if weight.shape != norm.shape:
-            raise ConfigError(f"model.norm.weight is {list(weight.shape)}, the model's final norm {list(norm.shape)}")
+        _require_shape(tensors, "model.norm.weight", tuple(norm.shape), "the final norm")
         used.add("model.norm.weight")
         with torch.no_grad():
-            norm.copy_(weight)
-    for module, name, full in found:
-        load_full_weight(module, name, full)
+            norm.copy_(tensors["model.norm.weight"])
+    for module, name, parts in places:  # put together one at a time: a second copy of the whole model may not fit
+        whole = {part: tensors[key] for part, key in parts.items()}
+        load_full_weight(module, name, whole[""] if "" in whole else cut_parameter(module, name).spec.join(whole))
     return sorted(set(tensors) - used)
 
 
@@ -165,10 +158,14 @@ def _require_llama(layer: TransformerLayer, number: int) -> None:
         )
 
 
-def _take(tensors: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
-    if key in tensors:
-        return tensors[key]
-    remedy = "pass all files' tensors together"
-    if key == "lm_head.weight":
-        remedy = "if the checkpoint ties it to the embedding, make VocabParallelHead(weight=embedding.weight)"
-    raise ConfigError(f"the checkpoint has no {key}; {remedy}")
+def _require_shape(tensors: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...], name: str) -> None:
+    if key not in tensors:
+        remedy = "pass all files' tensors together"
+        if key == "lm_head.weight":
+            remedy = "if the checkpoint ties it to the embedding, make VocabParallelHead(weight=embedding.weight)"
+        raise ConfigError(f"the checkpoint has no {key}, which {name} needs; {remedy}")
+    if tuple(tensors[key].shape) != shape:
+        raise ConfigError(
+            f"{key} is {list(tensors[key].shape)}, but {name} needs {list(shape)}; make the layers by the checkpoint's "
+            "config.json"
+        )

@@ -94,6 +94,11 @@ class ShardSpec:
                 full.narrow(self.dim, *place).copy_(piece)
         return full
 
+    def part_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one of the ``parts``, in full."""
+        assert self.dim is not None, "only cut parameters have parts"
+        return (*self.full_shape[: self.dim], dict(self.parts)[name], *self.full_shape[self.dim + 1 :])
+
     def split(self, full: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of ``full`` by name: gate and up; query, key and value."""
         assert self.dim is not None and self.parts, "asked for parts of a parameter that has none"
@@ -110,8 +115,8 @@ class ShardSpec:
         assert self.dim is not None and self.parts, "asked for parts of a parameter that has none"
         groups = self.num_groups or 1
         grouped = []
-        for name, size in self.parts:
-            shape = (*self.full_shape[: self.dim], size, *self.full_shape[self.dim + 1 :])
+        for name, _ in self.parts:
+            shape = self.part_shape(name)
             if name not in parts or tuple(parts[name].shape) != shape:
                 found = list(parts[name].shape) if name in parts else "nothing"
                 raise ConfigError(f"the {name} part has to be {list(shape)}, got {found}")
