@@ -15,12 +15,13 @@ from tpoverlap.nn.norm import NormOptions
 from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
 from tpoverlap.nn.parameters import (
     InitMethod,
+    add_parameter,
     divided,
     draw_shard,
-    empty_parameter,
     resolve_manager,
     uniform_by_fan_in,
 )
+from tpoverlap.nn.shard_spec import ShardSpec
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -103,17 +104,19 @@ class LayerNormLinear(ParallelLayer):
         self.return_bias, self._init_method = return_bias, init_method
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self._norm = NormOptions(in_features, eps, normalization, zero_centered_gamma)
+        self.norm_options = NormOptions(in_features, eps, normalization, zero_centered_gamma)
         flags = OverlapFlags(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         options = GemmOptions(
             self.manager, sequence_parallel, flags, save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute
         )
         self.fp8 = Fp8Slot(fp8_recipe, self.manager.device)
         self._gemms = (options.gemm(ub_name, row=False, fp8=self.fp8),)
-        rows = divided(f"{ub_name}: out_features", out_features, self.manager)
-        self._norm.add_parameters(self, self.manager, device, params_dtype, sequence_parallel=sequence_parallel)
-        self.weight = empty_parameter((rows, in_features), self.manager, device, params_dtype)
-        self.register_parameter("bias", empty_parameter((rows,), self.manager, device, params_dtype) if bias else None)
+        divided(f"{ub_name}: out_features", out_features, self.manager)
+        self.norm_options.add_parameters(self, self.manager, device, params_dtype, sequence_parallel=sequence_parallel)
+        add_parameter(self, "weight", ShardSpec((out_features, in_features), 0), self.manager, device, params_dtype)
+        self.register_parameter("bias", None)
+        if bias:
+            add_parameter(self, "bias", ShardSpec((out_features,), 0), self.manager, device, params_dtype)
         self.reset_parameters()
 
     @property
@@ -123,14 +126,14 @@ class LayerNormLinear(ParallelLayer):
 
     def reset_parameters(self) -> None:
         """The weight by ``init_method``, the norm the identity scale, the bias zero."""
-        self._norm.reset(self)
+        self.norm_options.reset(self)
         draw_shard(self.weight, self.manager, self._init_method or uniform_by_fan_in(self.in_features))
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> Output:
         """[T_r, in] -> [T, out/R]; with ``return_bias`` and ``return_layernorm_output`` (y, bias, norm(x))."""
-        normed = self._norm(x, self.layer_norm_weight, self.layer_norm_bias)
+        normed = self.norm_options(x, self.layer_norm_weight, self.layer_norm_bias)
         y, gathered = self._gemms[0].column(
             normed,
             self.weight,
@@ -147,5 +150,6 @@ class LayerNormLinear(ParallelLayer):
         """Shown by ``print(module)``."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"normalization={self._norm.normalization!r}, ub_name={self.ub_name!r}, tp_size={self.manager.tp_size}"
+            f"normalization={self.norm_options.normalization!r}, ub_name={self.ub_name!r}, "
+            f"tp_size={self.manager.tp_size}"
         )

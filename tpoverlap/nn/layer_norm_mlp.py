@@ -15,12 +15,13 @@ from tpoverlap.nn.norm import NormOptions
 from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
 from tpoverlap.nn.parameters import (
     InitMethod,
+    add_parameter,
     divided,
     draw_shard,
-    empty_parameter,
     resolve_manager,
     uniform_by_fan_in,
 )
+from tpoverlap.nn.shard_spec import ShardSpec
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ class LayerNormMLP(ParallelLayer):
 
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
+    fc1_weight: torch.nn.Parameter
     fc1_bias: torch.nn.Parameter | None
+    fc2_weight: torch.nn.Parameter
     fc2_bias: torch.nn.Parameter | None
 
     def __init__(
@@ -101,7 +104,7 @@ class LayerNormMLP(ParallelLayer):
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self._init_methods = (init_method, output_layer_init_method)
-        self._norm = NormOptions(hidden_size, eps, normalization, zero_centered_gamma)
+        self.norm_options = NormOptions(hidden_size, eps, normalization, zero_centered_gamma)
         flags = OverlapFlags(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         options = GemmOptions(
             self.manager, sequence_parallel, flags, save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute
@@ -111,23 +114,24 @@ class LayerNormMLP(ParallelLayer):
             options.gemm(ub_names[0], row=False, fp8=self.fc1_fp8),
             options.gemm(ub_names[1], row=True, fp8=self.fc2_fp8),
         )
-        features = divided(f"{ub_names[0]}: ffn_hidden_size", ffn_hidden_size, self.manager)
-        fc1_rows = 2 * features if is_gated(activation) else features
-
-        def parameter(*shape: int, replicated: bool = False) -> torch.nn.Parameter:
-            return empty_parameter(shape, self.manager, device, params_dtype, replicated=replicated)
-
-        self._norm.add_parameters(self, self.manager, device, params_dtype, sequence_parallel=sequence_parallel)
-        self.fc1_weight = parameter(fc1_rows, hidden_size)
-        self.register_parameter("fc1_bias", parameter(fc1_rows) if bias else None)
-        self.fc2_weight = parameter(hidden_size, features)
-        self.register_parameter("fc2_bias", parameter(hidden_size, replicated=sequence_parallel) if bias else None)
+        divided(f"{ub_names[0]}: ffn_hidden_size", ffn_hidden_size, self.manager)
+        parts = (("gate", ffn_hidden_size), ("up", ffn_hidden_size)) if is_gated(activation) else ()
+        fc1_rows = len(parts or (1,)) * ffn_hidden_size
+        made: tuple[Any, ...] = (self.manager, device, params_dtype)
+        self.norm_options.add_parameters(self, self.manager, device, params_dtype, sequence_parallel=sequence_parallel)
+        for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"):  # the order of parameters()
+            self.register_parameter(name, None)
+        add_parameter(self, "fc1_weight", ShardSpec((fc1_rows, hidden_size), 0, parts), *made)
+        add_parameter(self, "fc2_weight", ShardSpec((hidden_size, ffn_hidden_size), 1), *made)
+        if bias:
+            add_parameter(self, "fc1_bias", ShardSpec((fc1_rows,), 0, parts), *made)
+            add_parameter(self, "fc2_bias", ShardSpec((hidden_size,)), *made, replicated=sequence_parallel)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The weights by their init methods, the norm the identity scale, the biases zero."""
         fc1_init, fc2_init = self._init_methods
-        self._norm.reset(self)
+        self.norm_options.reset(self)
         draw_shard(self.fc1_weight, self.manager, fc1_init or uniform_by_fan_in(self.hidden_size))
         draw_shard(self.fc2_weight, self.manager, fc2_init or uniform_by_fan_in(self.ffn_hidden_size))
         for bias in (self.fc1_bias, self.fc2_bias):
@@ -137,7 +141,7 @@ class LayerNormMLP(ParallelLayer):
     def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> Output:
         """[T_r, H] -> [T_r, H]; with ``return_bias`` and ``return_layernorm_output`` (y, bias, norm(x))."""
         fc1, fc2 = self._gemms
-        normed = self._norm(x, self.layer_norm_weight, self.layer_norm_bias)
+        normed = self.norm_options(x, self.layer_norm_weight, self.layer_norm_bias)
         h, gathered = fc1.column(
             normed, self.fc1_weight, self.fc1_bias, partition, return_gathered=self.return_layernorm_output_gathered
         )
@@ -153,6 +157,6 @@ class LayerNormMLP(ParallelLayer):
         names = [gemm.ub_name for gemm in self._gemms]
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation!r}, "
-            f"bias={self.fc1_bias is not None}, normalization={self._norm.normalization!r}, ub_names={names}, "
+            f"bias={self.fc1_bias is not None}, normalization={self.norm_options.normalization!r}, ub_names={names}, "
             f"tp_size={self.manager.tp_size}"
         )

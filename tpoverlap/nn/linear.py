@@ -14,12 +14,13 @@ from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
 from tpoverlap.nn.parameters import (
     InitMethod,
+    add_parameter,
     divided,
     draw_shard,
-    empty_parameter,
     resolve_manager,
     uniform_by_fan_in,
 )
+from tpoverlap.nn.shard_spec import ShardSpec
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -106,16 +107,16 @@ class Linear(ParallelLayer):
         )
         self.fp8 = Fp8Slot(fp8_recipe, self.manager.device)
         self._gemms = (options.gemm(ub_name, row=row, fp8=self.fp8),)
-        rows, columns = out_features, in_features
         if row:
-            columns = divided(f"{ub_name}: in_features", in_features, self.manager)
+            divided(f"{ub_name}: in_features", in_features, self.manager)
         else:
-            rows = divided(f"{ub_name}: out_features", out_features, self.manager)
-        dtype = params_dtype if dtype is None else dtype
-        self.weight = empty_parameter((rows, columns), self.manager, device, dtype)
-        replicated = row and sequence_parallel
-        made = empty_parameter((rows,), self.manager, device, dtype, replicated=replicated) if bias else None
-        self.register_parameter("bias", made)
+            divided(f"{ub_name}: out_features", out_features, self.manager)
+        made: tuple[Any, ...] = (self.manager, device, params_dtype if dtype is None else dtype)
+        add_parameter(self, "weight", ShardSpec((out_features, in_features), 1 if row else 0), *made)
+        self.register_parameter("bias", None)
+        if bias:
+            bias_spec = ShardSpec((out_features,), None if row else 0)
+            add_parameter(self, "bias", bias_spec, *made, replicated=row and sequence_parallel)
         self.reset_parameters()
 
     @property

@@ -10,9 +10,10 @@ from tpoverlap.errors import ConfigError
 from tpoverlap.nn.attention import packed_attention
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear, Output
 from tpoverlap.nn.linear import Linear
-from tpoverlap.nn.parameters import InitMethod, divided, resolve_manager
+from tpoverlap.nn.parameters import InitMethod, describe_parameter, divided, resolve_manager
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.nn.sequences import CuSeqlens, PackedSequences, packed_sequences
+from tpoverlap.nn.shard_spec import ShardSpec
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class MultiheadAttention(torch.nn.Module):
             self.qkv = Linear(
                 hidden_size, features, parallel_mode="column", ub_name=ub_names[0], init_method=init_method, **common
             )
+        _describe_qkv(self.layernorm_qkv or self.qkv, num_attention_heads * self.head_dim, groups, self.head_dim)
         self.proj = Linear(
             num_attention_heads * self.head_dim,
             hidden_size,
@@ -195,6 +197,16 @@ class MultiheadAttention(torch.nn.Module):
         for projection in (self.layernorm_qkv, self.qkv):
             if projection is not None:
                 projection.backward_dw()
+
+
+def _describe_qkv(projection: LayerNormLinear | Linear | None, query: int, groups: int, head_dim: int) -> None:
+    """To the projection its rows are rows; which belong to queries, keys and values is known here."""
+    assert projection is not None, "one of the two was made"
+    parts = (("query", query), ("key", groups * head_dim), ("value", groups * head_dim))
+    for name in ("weight", "bias"):
+        if name in projection.shard_specs:
+            spec = projection.shard_specs[name]
+            describe_parameter(projection, name, ShardSpec(spec.full_shape, spec.dim, parts, groups))
 
 
 def _require_heads(

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from tpoverlap.errors import ConfigError
-from tpoverlap.nn.parameters import empty_parameter
+from tpoverlap.nn.parameters import add_parameter
+from tpoverlap.nn.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
@@ -43,12 +44,11 @@ class NormOptions:
         sequence_parallel: bool,
     ) -> None:
         """``layer_norm_weight`` [H], and ``layer_norm_bias`` [H] (None for RMSNorm), on ``module``."""
-
-        def parameter() -> torch.nn.Parameter:
-            return empty_parameter((self.width,), manager, device, dtype, replicated=sequence_parallel)
-
-        module.register_parameter("layer_norm_weight", parameter())
-        module.register_parameter("layer_norm_bias", parameter() if self.normalization == "LayerNorm" else None)
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            module.register_parameter(name, None)
+            if name == "layer_norm_weight" or self.normalization == "LayerNorm":
+                spec = ShardSpec((self.width,))
+                add_parameter(module, name, spec, manager, device, dtype, replicated=sequence_parallel)
 
     def reset(self, module: torch.nn.Module) -> None:
         """The identity scale: ones, or zeros where the scale is 1 + weight; no shift."""

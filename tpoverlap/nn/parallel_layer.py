@@ -10,6 +10,7 @@ import torch
 from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.parallel_gemm import ParallelGemm
+from tpoverlap.nn.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
@@ -45,6 +46,8 @@ class ParallelLayer(torch.nn.Module):
     """A module with `ParallelGemm`s of its own. Subclasses set ``manager`` and ``_gemms``, in forward's order."""
 
     manager: UserBufferManager
+    shard_specs: dict[str, ShardSpec]
+    """By parameter name: how it is cut over the ranks."""
     _gemms: tuple[ParallelGemm, ...]
 
     def need_backward_dw(self) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from tpoverlap.default_manager import default_manager
 from tpoverlap.errors import ConfigError
+from tpoverlap.nn.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
@@ -42,27 +43,37 @@ def divided(what: str, size: int, manager: UserBufferManager) -> int:
     return size // manager.tp_size
 
 
-def empty_parameter(
-    shape: Sequence[int],
+def add_parameter(
+    module: torch.nn.Module,
+    name: str,
+    spec: ShardSpec,
     manager: UserBufferManager,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
     *,
     replicated: bool = False,
-) -> torch.nn.Parameter:
-    """An uninitialised parameter. ``replicated``: every rank holds it whole but sees its own rows' gradient only, so
-    it carries Megatron's flag ``sequence_parallel``, which `sync_replicated_grads` reads.
+) -> None:
+    """Give ``module`` this rank's part of a parameter, uninitialised, and note in ``shard_specs`` how it is cut.
+
+    ``replicated``: every rank holds it whole but sees its own rows' gradient only, so it carries Megatron's flag
+    ``sequence_parallel``, which `sync_replicated_grads` reads. (Without sequence parallelism every rank sees all rows.)
     """
     parameter = torch.nn.Parameter(
         torch.empty(
-            *shape,
+            *spec.local_shape(manager.rank, manager.tp_size),
             device=manager.device if device is None else device,
             dtype=manager.dtype if dtype is None else dtype,
         )
     )
     if replicated:
         parameter.sequence_parallel = True  # type: ignore[attr-defined]  # see above
-    return parameter
+    module.register_parameter(name, parameter)
+    describe_parameter(module, name, spec)
+
+
+def describe_parameter(module: torch.nn.Module, name: str, spec: ShardSpec) -> None:
+    """Note how parameter ``name`` is cut."""
+    module.__dict__.setdefault("shard_specs", {})[name] = spec
 
 
 def draw_shard(weight: torch.nn.Parameter, manager: UserBufferManager, init: InitMethod) -> None:

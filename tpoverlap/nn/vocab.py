@@ -26,8 +26,16 @@ from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.parallel_gemm import ParallelGemm
 from tpoverlap.nn.parallel_layer import ParallelLayer
-from tpoverlap.nn.parameters import InitMethod, draw_shard, empty_parameter, resolve_manager, uniform_by_fan_in
+from tpoverlap.nn.parameters import (
+    InitMethod,
+    add_parameter,
+    describe_parameter,
+    draw_shard,
+    resolve_manager,
+    uniform_by_fan_in,
+)
 from tpoverlap.nn.recompute import note_shape
+from tpoverlap.nn.shard_spec import ShardSpec
 from tpoverlap.overlap import gather_beside, scatter_beside
 from tpoverlap.tokens import TokenPartition
 
@@ -57,6 +65,9 @@ class VocabParallelEmbedding(torch.nn.Module):
         ConfigError: fewer rows than ranks.
     """
 
+    weight: torch.nn.Parameter
+    shard_specs: dict[str, ShardSpec]
+
     def __init__(
         self,
         num_embeddings: int,
@@ -74,8 +85,7 @@ class VocabParallelEmbedding(torch.nn.Module):
         self.num_embeddings, self.embedding_dim, self.ub_name = num_embeddings, embedding_dim, ub_name
         self.manager = resolve_manager(manager, tp_group, tp_size)
         self.vocabulary = vocabulary_rows(num_embeddings, self.manager)
-        shape = (self.vocabulary.stop - self.vocabulary.start, embedding_dim)
-        self.weight = empty_parameter(shape, self.manager, device, params_dtype)
+        add_parameter(self, "weight", ShardSpec((num_embeddings, embedding_dim), 0), self.manager, device, params_dtype)
         draw_shard(self.weight, self.manager, init_method or torch.nn.init.normal_)
 
     @property
@@ -214,14 +224,16 @@ class VocabParallelHead(ParallelLayer):
             delay_wgrad_compute=delay_wgrad_compute,
         )
         self._gemms = (gemm,)
-        shape = (self.vocabulary.stop - self.vocabulary.start, hidden_size)
+        spec = ShardSpec((vocab_size, hidden_size), 0)
+        shape = spec.local_shape(self.manager.rank, self.manager.tp_size)
         if weight is None:
-            self.weight = empty_parameter(shape, self.manager, device, params_dtype)
+            add_parameter(self, "weight", spec, self.manager, device, params_dtype)
             draw_shard(self.weight, self.manager, init_method or uniform_by_fan_in(hidden_size))
         else:
             if weight.shape != shape:
                 raise ConfigError(f"{ub_name}: weight is {list(weight.shape)}, this rank's part is {list(shape)}")
             self.weight = weight
+            describe_parameter(self, "weight", spec)
 
     def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> torch.Tensor:
         """[T_r, H] -> [T, V_r]."""
