@@ -67,6 +67,8 @@ def add_parameter(
     )
     if replicated:
         parameter.sequence_parallel = True  # type: ignore[attr-defined]  # see above
+        # A copy of a module has new parameters, without their attributes; the module's own are copied.
+        module.replicated_parameters = (*getattr(module, "replicated_parameters", ()), name)  # type: ignore[assignment]
     module.register_parameter(name, parameter)
     describe_parameter(module, name, spec)
 

@@ -10,7 +10,8 @@ from tpoverlap.setup import resolve_group
 
 
 def sync_replicated_grads(model: torch.nn.Module, group: Any) -> int:
-    """Sum over ``group`` the gradients of parameters that carry ``sequence_parallel = True``.
+    """Sum over ``group`` the gradients of parameters that carry ``sequence_parallel = True``, and of those that our
+    layers name as replicated (which copied and re-made parameters keep being).
 
     Under sequence parallelism norm weights, row biases and replicated embeddings multiply only this rank's T_r rows.
     Without this call a plain training loop trains them on 1 / R of the tokens, and differently on every rank.
@@ -28,7 +29,12 @@ def sync_replicated_grads(model: torch.nn.Module, group: Any) -> int:
     import torch.distributed as dist
 
     process_group = resolve_group(group)
-    parameters = [p for p in model.parameters() if p.requires_grad and getattr(p, "sequence_parallel", False)]
+    named = {
+        id(getattr(module, name)) for module in model.modules() for name in getattr(module, "replicated_parameters", ())
+    }
+    parameters = [
+        p for p in model.parameters() if p.requires_grad and (getattr(p, "sequence_parallel", False) or id(p) in named)
+    ]
     if not parameters or process_group.size() == 1:
         return len(parameters)
     for parameter in parameters:

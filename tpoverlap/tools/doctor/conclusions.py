@@ -107,6 +107,3 @@ def method_rows(runs: list[BackendRun]) -> list[Row]:
         rows.append(Row("methods", method, Status.OK if right else Status.FAILED, detail, _HOW))
     hint = "compiles for a minute: scripts/gpu_check --only kernels"
     return [*rows, Row("methods", "fused", Status.SKIPPED, hint, "not tried")]
-        *rows,
-        Row("methods", "fused", Status.SKIPPED, "compiles for a minute: scripts/gpu_check --only kernels", "not tried"),
-    ]
