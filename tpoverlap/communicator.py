@@ -172,6 +172,8 @@ class CommOverlap:
                 self.scatter_staging = torch.empty(
                     self.max_tokens, self.width, dtype=self.buffer_dtype, device=manager.device
                 )
+                if manager.channel is not None:
+                    manager.channel.also_holds(self.scatter_staging)
             return self.scatter_staging[rows]
         return self.manager.next_gather_slot(self, partition)[rows]
 

@@ -19,7 +19,6 @@ from tpoverlap.config import KNOWN_NAMES, OverlapConfig, ResolvedConfig, legal_m
 from tpoverlap.config.by_tokens import BY_TOKENS
 from tpoverlap.config.defaults import method_defaults
 from tpoverlap.dispatch import Decision, TokenDecisions, choose
-from tpoverlap.errors import ConfigError
 from tpoverlap.memory.base import agree
 from tpoverlap.overlap.context import possible_labels
 from tpoverlap.overlap.fp8 import FP8_TAGS
@@ -269,10 +268,10 @@ def _rank_zeros_cache(
     wanted = device.type == "cuda" if tuning_cache is None else tuning_cache is not False
     if group.rank() != 0 or not wanted:
         return {}, ""
-    folder = cache_folder(None if isinstance(tuning_cache, bool) or tuning_cache is None else tuning_cache)
     try:
+        folder = cache_folder(None if isinstance(tuning_cache, bool) or tuning_cache is None else tuning_cache)
         entries = read_entries(folder, machine)
-    except ConfigError as error:
-        logger.warning("%s", error)
-        return {}, str(error)
+    except Exception as error:  # of any kind (no home, say): the other ranks are about to wait for this one
+        logger.warning("the tuned cache is not used: %s", error)
+        return {}, f"the tuned cache is not used: {error}"
     return dict(entries), f"measured by tpoverlap tune, {folder}"

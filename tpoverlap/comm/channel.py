@@ -143,6 +143,7 @@ class Channel:
         steps: tuple[Step, ...],
         partition: TokenPartition,
         dtype: torch.dtype,
+        detail: int = 0,
     ) -> Exchange:
         """Start an operation: claim its number and its slot, and tell the peers. Never waits for them.
 
@@ -155,11 +156,12 @@ class Channel:
             steps: this rank's schedule.
             partition: rows of each rank.
             dtype: of the communicated rows.
+            detail: hash of what else the ranks must agree on.
         """
         region = self.regions[region_name]
         self._turn.acquire()
         try:
-            exchange = self._claim(region, label, steps, partition, dtype)
+            exchange = self._claim(region, label, steps, partition, dtype, detail)
             try:
                 exchange.start()
             except BaseException as error:
@@ -180,27 +182,33 @@ class Channel:
         self._turn.release()
 
     def _claim(
-        self, region: Region, label: str, steps: tuple[Step, ...], partition: TokenPartition, dtype: torch.dtype
+        self,
+        region: Region,
+        label: str,
+        steps: tuple[Step, ...],
+        partition: TokenPartition,
+        dtype: torch.dtype,
+        detail: int,
     ) -> Exchange:
         with self._lock:
             self.check()
             caller = self.transport.caller_stream()  # first: it may refuse, and nothing has been claimed yet
             use = region.uses = region.uses + 1
-            descriptor = self._next_descriptor(label, partition, dtype, region.index + 1, use)
+            descriptor = self._next_descriptor(label, partition, dtype, region.index + 1, use, detail)
             return self.transport.new_exchange(self, region, use, descriptor, steps, partition, dtype, caller)
 
-    def announced(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> Announced:
-        """An operation without a slot: inside the block, every rank is known (in stream order) to be at it."""
-        return Announced(self, label, partition, dtype)
+    def announced(self, label: str, partition: TokenPartition, dtype: torch.dtype, detail: int = 0) -> Announced:
+        """An operation without a slot: inside the block, every rank is known to be at it."""
+        return Announced(self, label, partition, dtype, detail)
 
-    def meet(self, label: str, partition: TokenPartition, dtype: torch.dtype) -> tuple[Descriptor, Stream]:
+    def meet(self, label: str, partition: TokenPartition, dtype: torch.dtype, detail: int) -> tuple[Descriptor, Stream]:
         """The start of `announced`. In the end come `part` and `leave`."""
         self._turn.acquire()
         try:
             with self._lock:
                 self.check()
                 caller = self.transport.caller_stream()
-                descriptor = self._next_descriptor(label, partition, dtype, 0, 0)
+                descriptor = self._next_descriptor(label, partition, dtype, 0, 0, detail)
             try:
                 self.transport.meet(descriptor, caller)
             except BaseException as error:
@@ -246,15 +254,20 @@ class Channel:
                 return True
         return False
 
+    def also_holds(self, buffer: torch.Tensor) -> None:
+        """``buffer`` is memory that later calls overwrite, too."""
+        start = buffer.data_ptr()
+        self._own_bytes.append((start, start + buffer.numel() * buffer.element_size()))
+
     def caller_stream(self) -> Stream:
         """The stream that the caller's tensors are ordered on."""
         return self.transport.caller_stream()
 
     def _next_descriptor(
-        self, label: str, partition: TokenPartition, dtype: torch.dtype, region: int, epoch: int
+        self, label: str, partition: TokenPartition, dtype: torch.dtype, region: int, epoch: int, detail: int
     ) -> Descriptor:
         sequence = self._sequence = self._sequence + 1
-        digest = digest64(partition.hash64, _dtype_hash(dtype), text_hash(label), region, epoch)
+        digest = digest64(partition.hash64, _dtype_hash(dtype), text_hash(label), region, epoch, detail)
         descriptor = Descriptor(sequence, label, partition.total, digest)
         self.transport.diagnosis.remember(descriptor)
         self._in_flight[sequence] = InFlight(descriptor, time.monotonic())
@@ -462,9 +475,11 @@ class Announced:
 
     __slots__ = ("_caller", "_channel", "_what", "descriptor")
 
-    def __init__(self, channel: Channel, label: str, partition: TokenPartition, dtype: torch.dtype) -> None:
+    def __init__(
+        self, channel: Channel, label: str, partition: TokenPartition, dtype: torch.dtype, detail: int
+    ) -> None:
         self._channel = channel
-        self._what = label, partition, dtype
+        self._what = label, partition, dtype, detail
 
     def __enter__(self) -> Descriptor:
         self.descriptor, self._caller = self._channel.meet(*self._what)

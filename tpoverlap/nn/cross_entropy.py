@@ -75,7 +75,7 @@ def vocab_parallel_cross_entropy(
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))]
         if wrong.numel():
             raise ActiveShapeError(f"target {int(wrong[0])} is not among the vocabulary's {vocab_size} entries")
-    losses: torch.Tensor = _CrossEntropy.apply(manager, logits, targets, vocabulary, ignore_index)  # type: ignore[no-untyped-call]
+    losses: torch.Tensor = _CrossEntropy.apply(manager, logits, targets, vocabulary, ignore_index, vocab_size)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -93,9 +93,10 @@ class _CrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         vocabulary: slice,
         ignore_index: int,
+        vocab_size: int,
     ) -> torch.Tensor:
         own_maximum = logits.max(dim=1).values.float()
-        maximum = gather_statistics(manager, "maximum", own_maximum[None]).amax(0)[0]
+        maximum = gather_statistics(manager, "maximum", own_maximum[None], vocab_size).amax(0)[0]
         ignored = targets == ignore_index
         columns = targets.long() - vocabulary.start
         elsewhere = ignored | (columns < 0) | (columns >= logits.shape[1])
@@ -105,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
             own[0, rows] = torch.sub(logits[rows].float(), maximum[rows, None]).exp_().sum(1)
         own[1] = logits.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0)
         sums = torch.zeros_like(own)
-        for part in gather_statistics(manager, "sums", own).unbind(0):
+        for part in gather_statistics(manager, "sums", own, vocab_size).unbind(0):
             sums += part  # in rank order
         log_sum = sums[0].log() + maximum
         ctx.save_for_backward(logits, log_sum, columns, elsewhere, ignored)
@@ -122,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
             at_target = torch.where(elsewhere[rows], 0.0, -1.0)
             softmax.scatter_add_(1, columns[rows, None], at_target[:, None])
             logits_grad[rows] = softmax.mul_(scale[rows, None])
-        return None, logits_grad, None, None, None
+        return None, logits_grad, None, None, None, None
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:

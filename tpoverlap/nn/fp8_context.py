@@ -79,5 +79,6 @@ class Fp8Slot(torch.nn.Module):
         if recipe is None:
             return None
         if self.state is None or self.state.recipe != recipe:
-            self.state = Fp8State(recipe, 1, self._device).train(self.training)
+            with torch.inference_mode(False):  # the first forward may be in that mode; its buffers are written later
+                self.state = Fp8State(recipe, 1, self._device).train(self.training)
         return self.state

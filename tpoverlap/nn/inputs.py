@@ -150,7 +150,8 @@ def require_output_width(comm: CommOverlap, num_features: int) -> None:
 
 def keepable(manager: UserBufferManager, tensor: torch.Tensor) -> torch.Tensor:
     """What autograd may save of ``tensor``: itself, or a copy if it is a view of memory that operations overwrite."""
-    in_buffer = manager.channel is not None and manager.channel.holds(tensor)
+    # An empty tensor has no address to look at, and may be a view of the buffer: its version changes with it.
+    in_buffer = tensor.numel() == 0 or (manager.channel is not None and manager.channel.holds(tensor))
     return tensor.clone() if in_buffer else tensor
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -47,7 +49,7 @@ class PackedSequences:
         if given is not None:
             _require_offsets_tensor(given)
         if given is None or not given.is_cuda or max_seqlen is None or check:
-            self._host = tuple(int(offset) for offset in (cu_seqlens if given is None else given.tolist()))
+            self._host = _whole_numbers(cu_seqlens if given is None else given.tolist())
             longest = _require_offsets(self._host, num_tokens)
             if max_seqlen is not None and max_seqlen != longest:
                 raise ActiveShapeError(
@@ -97,6 +99,15 @@ def packed_sequences(
         cu_seqlens._tpoverlap_packed = known  # type: ignore[attr-defined]  # gone with the tensor
     packed: PackedSequences = known[1]
     return packed
+
+
+def _whole_numbers(offsets: Any) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(offset) for offset in offsets)
+    except TypeError as error:  # 4.7 would be cut to 4 by int()
+        raise ActiveShapeError(
+            f"cu_seqlens must be whole numbers, a list or a tensor of them, got {offsets!r}"
+        ) from error
 
 
 def _require_offsets_tensor(cu_seqlens: torch.Tensor) -> None:

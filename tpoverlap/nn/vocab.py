@@ -16,6 +16,7 @@ ranks have one more). Losses: `vocab_parallel_cross_entropy`, which never gather
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,7 +103,9 @@ class VocabParallelEmbedding(torch.nn.Module):
         """
         comm = self.comm.fprop
         resolved = self._require_tokens(tokens, partition)
-        x: torch.Tensor = _Embed.apply(comm, resolved, tokens, self.weight, self.vocabulary)  # type: ignore[no-untyped-call]
+        x: torch.Tensor = _Embed.apply(  # type: ignore[no-untyped-call]
+            comm, resolved, tokens, self.weight, self.vocabulary, self.num_embeddings
+        )
         return x
 
     def _require_tokens(self, tokens: torch.Tensor, partition: TokenPartition | None) -> TokenPartition:
@@ -142,12 +145,14 @@ class _Embed(torch.autograd.Function):
         tokens: torch.Tensor,
         weight: torch.Tensor,
         vocabulary: slice,
+        vocab_size: int,
     ) -> torch.Tensor:
         rows = tokens.long() - vocabulary.start
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         found = weight[rows.masked_fill(elsewhere, 0)].masked_fill_(elsewhere[:, None], 0)
         out = found.new_empty(partition.counts[comm.manager.rank], weight.shape[1])
         operation = comm.manager.operation(comm, partition, scatter=True, beside=True)
+        operation = replace(operation, detail=vocab_size)  # ranks that cut another vocabulary leave gaps
         scatter_beside(operation, found, lambda: None, out)
         ctx.comm, ctx.partition, ctx.num_rows = comm, partition, weight.shape[0]
         ctx.save_for_backward(rows.masked_fill_(elsewhere, weight.shape[0]))
@@ -167,7 +172,7 @@ class _Embed(torch.autograd.Function):
 
         operation = comm.manager.operation(comm, ctx.partition, scatter=False, beside=True)
         gather_beside(operation, grads[0].contiguous(), lambda: None, add)
-        return None, None, None, found[0], None
+        return None, None, None, found[0], None, None
 
 
 class VocabParallelHead(ParallelLayer):

@@ -42,6 +42,7 @@ class OperationContext:
         column_granule: pipeline cuts columns in multiples of it (FP8 GEMMs want 16).
         packed_format: reduce-scatter: the FP8 dtype of the rows that move, each with its scale behind it; else None.
         tag: ends the label: "/e4m3" and the like, see `tpoverlap.overlap.fp8`.
+        detail: hash of what else all ranks must agree on: an FP8 recipe, the size of a vocabulary.
         plain: no registered buffer takes it (T above the capacity, or a name without one): sequential, on the group's
             own collectives.
     """
@@ -60,6 +61,7 @@ class OperationContext:
     column_granule: int = 1
     packed_format: torch.dtype | None = None
     tag: str = ""
+    detail: int = 0
 
     @property
     def uses_buffers(self) -> bool:
@@ -105,7 +107,7 @@ class OperationContext:
 
             copier = program_copier(channel, config.num_sm)  # raises before any rank waits where it cannot run
         label = _label(self.name, direction, self.method, config.num_splits, config.aggregate, self.tag)
-        exchange = channel.open(self.region, label, steps, self.partition, self.dtype)
+        exchange = channel.open(self.region, label, steps, self.partition, self.dtype, self.detail)
         if copier is not None:
             exchange.copier = copier
         return exchange

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from tpoverlap.comm.descriptor import text_hash
 from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.errors import CapacityError, ConfigError
 from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer, quantize
@@ -32,10 +33,13 @@ FP8_TAGS = ("", _SCALES, *_TAGS.values(), *(f"{tag}-rows" for tag in _TAGS.value
 """What labels of operations can end with."""
 
 
-def gather_operation(operation: OperationContext, dtype: torch.dtype) -> OperationContext:
-    """``operation``, an all-gather, with rows of FP8 ``dtype``."""
+def gather_operation(operation: OperationContext, quantizer: Quantizer) -> OperationContext:
+    """``operation``, an all-gather, with the FP8 rows that ``quantizer`` makes.
+
+    Ranks under different recipes would read one another's rows with the wrong scale: they have to agree on it.
+    """
     _require_method(operation)
-    return replace(operation, tag=_TAGS[dtype], dtype=torch.uint8)
+    return replace(operation, tag=_TAGS[quantizer.dtype], dtype=torch.uint8, detail=text_hash(repr(quantizer.recipe)))
 
 
 def scatter_operation(

@@ -35,7 +35,7 @@ def gather_plainly(context: OperationContext, x_shard_t: torch.Tensor) -> torch.
     if channel is None:
         return all_gather_rows(x_shard_t, partition, context.group)
     _mark(channel, "wait")
-    with channel.announced(context.label("all-gather"), partition, context.dtype) as descriptor:
+    with channel.announced(context.label("all-gather"), partition, context.dtype, context.detail) as descriptor:
         _mark(channel, "arrived")
         _mark(channel, "collective_begin")
         finish = functools.partial(channel.finish_collective, descriptor)
@@ -53,7 +53,7 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
         _through_buffers(context, summands, lambda: None, out)
     else:
         _mark(channel, "wait")
-        with channel.announced(context.label("reduce-scatter"), partition, context.dtype) as descriptor:
+        with channel.announced(context.label("reduce-scatter"), partition, context.dtype, context.detail) as descriptor:
             _mark(channel, "arrived")
             _mark(channel, "collective_begin")
             finish = functools.partial(channel.finish_collective, descriptor)

@@ -84,7 +84,9 @@ class Fp8State(torch.nn.Module):
         if found is not None and found[0]() is weight and found[1] == version and version >= 0:
             return found[2]
         made = self._quantize_weight(index, weight.detach())
-        if self.cache_weights:
+        if (
+            self.cache_weights and not torch.is_inference_mode_enabled()
+        ):  # what is made there cannot be saved for backward
             self._cache[index] = (weakref.ref(weight), version, made)
         return made
 

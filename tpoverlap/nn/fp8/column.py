@@ -59,7 +59,7 @@ class Fp8ColumnLinear(torch.autograd.Function):
         needs_x, needs_weights = ctx.needs_input_grad[4], any(ctx.needs_input_grad[6 : 6 + num_weights])
         # Evidence about methods by T is measured in other dtypes: no features, so that it is not asked.
         operation = layer.manager.operation(layer.fprop, partition, scatter=False)
-        operation = gather_operation(operation, fp8.input.dtype)
+        operation = gather_operation(operation, fp8.input)
         quantised = [fp8.quantized_weight(index, weight) for index, weight in enumerate(weights)]
         shard = QuantizedShard(operation, fp8.input, x_shard_t, record=fp8.training)
         saves = saves_gathered(layer) and needs_weights
@@ -148,7 +148,7 @@ class _Backward(ColumnBackward):
         operation: OperationContext = self._manager.operation(
             communicator, self.partition, scatter=scatter, beside=beside
         )
-        return operation if scatter else gather_operation(operation, self.fp8.input.dtype)
+        return operation if scatter else gather_operation(operation, self.fp8.input)
 
     def _input_only(self) -> torch.Tensor:
         out = self._empty_input_grad()

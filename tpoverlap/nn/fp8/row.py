@@ -74,7 +74,7 @@ class Fp8RowLinear(torch.autograd.Function):
         if needs_x or needs_weight:
             quantizer = fp8.quantizer("grad")
             operation = layer.manager.operation(layer.dgrad, partition, scatter=False)
-            operation = gather_operation(operation, quantizer.dtype)
+            operation = gather_operation(operation, quantizer)
             shard = QuantizedShard(operation, quantizer, y_grad_shard_t, record=ctx.training)
 
             def compute_weight_grad(gathered: torch.Tensor) -> None:

@@ -1,0 +1,85 @@
+"""Rank functions of `test_agreement`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import tpoverlap as tpo
+
+HIDDEN, FEATURES = 16, 16
+
+
+def _manager(**options: object) -> tpo.UserBufferManager:
+    return tpo.UserBufferManager(None, (32, HIDDEN), torch.float32, "cpu", timeout_s=10.0, **options)  # type: ignore[arg-type]
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return type(error).__name__
+    return "ok"
+
+
+def recipes_differ(rank: int, size: int, what: str) -> str:
+    """The error of an FP8 gather whose ranks were given recipes that differ in ``what``."""
+    recipes = {
+        "epsilon": tpo.Float8CurrentScaling(amax_epsilon=100.0 * rank),
+        "margin": tpo.DelayedScaling(margin=rank),
+        "powers": tpo.Float8CurrentScaling(use_power_2_scales=rank == 0),
+        "class": tpo.Float8CurrentScaling("e4m3") if rank else tpo.Float8RowwiseScaling(),
+    }
+    with _manager(quantization_modes=["none", "fp8"]) as manager:
+        x, weight = torch.randn(4, HIDDEN), torch.randn(FEATURES, HIDDEN)
+        return _error(lambda: tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=tpo.Fp8State(recipes[what])))
+
+
+def vocabularies_differ(rank: int, size: int, what: str) -> str:
+    """The error where each rank takes the vocabulary for one entry larger than the rank before."""
+    vocab_size = 2 * FEATURES + 1 + rank  # both cut to as many rows on either rank, or one more
+    with _manager() as manager:
+        if what == "embedding":
+            embedding = tpo.nn.VocabParallelEmbedding(vocab_size, HIDDEN, manager=manager)
+            return _error(lambda: embedding(torch.arange(8)))
+        own = tpo.TokenPartition.balanced(vocab_size, size).counts[rank]
+        logits, targets = torch.randn(8, own), torch.arange(8)
+        return _error(lambda: tpo.nn.vocab_parallel_cross_entropy(logits, targets, vocab_size, manager))
+
+
+def views_are_overwritten(rank: int, size: int, what: str) -> float:
+    """Largest difference of the weight's gradient when the input was a view that was written again before backward."""
+    with _manager() as manager:
+        partition = tpo.TokenPartition.from_counts([0, 6] if what == "empty rank" else [3, 3])
+        manager.set_active_shape(partition=partition)
+        weight = torch.randn(FEATURES, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        numbers = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(2))
+        if what == "staging":
+            comm = manager.get("proj_fprop")
+            comm.copy_into_buffer(numbers)
+            y = tpo.gemm_reduce_scatter(comm.get_buffer(), weight, manager.layer("proj"))
+            comm.copy_into_buffer(torch.zeros_like(numbers))
+            y.sum().backward()
+            expected = numbers.sum(0).expand(FEATURES, HIDDEN)
+        else:
+            comm = manager.get("qkv_fprop")
+            own = numbers[partition.rows(rank)]
+            comm.copy_into_buffer(own, local_chunk=True)
+            gathered = tpo.all_gather_gemm(comm.get_buffer(local_chunk=True), weight, manager.layer("qkv"))
+            comm.copy_into_buffer(torch.zeros_like(own), local_chunk=True)
+            assert isinstance(gathered, torch.Tensor), "one weight"
+            gathered.sum().backward()
+            expected = numbers.sum(0).expand(FEATURES, HIDDEN)
+        assert weight.grad is not None, "it was asked for"
+        return float((weight.grad - expected).abs().max())
+
+
+def odd_tuning_cache(rank: int, size: int) -> str:
+    """What a manager does with a cache folder that is none, while the other rank is about to wait."""
+
+    def make() -> None:
+        with _manager(tuning_cache=5) as manager:
+            tpo.all_gather_gemm(torch.randn(2, HIDDEN), torch.randn(FEATURES, HIDDEN), manager.layer("qkv"))
+
+    return _error(make)
