@@ -20,7 +20,7 @@ import click
 import torch
 from rich.console import Console
 
-from benchmarks import cuda_faults, host, nccl_order, new_shape
+from benchmarks import cuda_faults, host, nccl_order
 from benchmarks.environment import environment
 from tpoverlap.testing import RankPool, conformance, run_ranks
 from tpoverlap.testing.conformance.gemms import check_bulk
@@ -186,9 +186,6 @@ def _doctor(report: Report) -> None:
 
 def _costs(report: Report, quick: bool) -> None:
     report.check("host time", lambda: run_ranks(host.host_time, 2, "cuda", 60, device="cuda", timeout_s=120))
-    report.check(
-        "host time of torch.mm", lambda: run_ranks(new_shape.mm_host_time, 2, "cuda", 100, device="cuda", timeout_s=120)
-    )
 
     def growth() -> Any:
         rows = run_ranks(host.thousand_shapes, 2, "cuda", 200 if quick else 1000, device="cuda", timeout_s=240)

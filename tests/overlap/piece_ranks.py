@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import tpoverlap as tpo
 from tests.comm.operations import integers, require_equal
-from tpoverlap.overlap.pieces import ROWS_OF_TWO
+from tpoverlap.pieces import ROWS_OF_TWO
 from tpoverlap.testing import faults
 from tpoverlap.tokens import TokenPartition
 

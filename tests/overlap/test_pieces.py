@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.overlap import piece_ranks as functions
 from tpoverlap.comm import all_gather_schedule, in_pieces, reduce_scatter_schedule
-from tpoverlap.overlap.pieces import BYTES_OF_FOUR, MIN_PIECE_ROWS, ROWS_OF_TWO, gather_piece_rows, scatter_piece_rows
+from tpoverlap.pieces import BYTES_OF_FOUR, MIN_PIECE_ROWS, ROWS_OF_TWO, gather_piece_rows, scatter_piece_rows
 from tpoverlap.testing import RankPool
 from tpoverlap.testing.simulated import SimulatedBackend
 from tpoverlap.tokens import TokenPartition

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from tests.tuning.strategies import candidate_for, devices, idle_host, problems
 from tpoverlap.errors import ConfigError
-from tpoverlap.overlap import pieces as overlap_pieces
-from tpoverlap.tokens import TokenPartition
 from tpoverlap.tuning import (
     Candidate,
     DeviceModel,
@@ -28,7 +26,7 @@ from tpoverlap.tuning import (
     transfer_us,
 )
 from tpoverlap.tuning.device import GemmRates, OneKernel, Rate
-from tpoverlap.tuning.pieces import multiplies_pieces, pieces_of
+from tpoverlap.tuning.problem import pieces_of
 
 # Numbers that can be checked by hand: 4 multiprocessors, 1 us a tile of K = 100, whole waves, 1 GB/s is 1 byte/ns.
 TOY = DeviceModel(
@@ -167,16 +165,6 @@ def test_bad_parameters() -> None:
     ):
         with pytest.raises(ConfigError):
             DeviceModel.from_dict(broken)
-
-
-@given(problems())
-def test_pieces_are_those_of_the_ring(problem: Problem) -> None:
-    partition = TokenPartition.balanced(problem.num_tokens, problem.tp_size)
-    rule = overlap_pieces.scatter_piece_rows if problem.kind == "scatter" else overlap_pieces.gather_piece_rows
-    rows = rule(partition, problem.width, problem.itemsize_bytes)
-    expected = 1 if rows is None else -(-partition.max_count // rows)
-    assert pieces_of(problem) == expected
-    assert multiplies_pieces(problem) == overlap_pieces.multiplies_pieces(problem.features)
 
 
 def test_pieces_hide_the_sum_of_a_ring() -> None:

@@ -21,8 +21,8 @@ import torch
 from tpoverlap.comm import Exchange, in_pieces
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap.context import OperationContext
-from tpoverlap.overlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
 from tpoverlap.overlap.scatter import reduce_blocks
+from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
 
 ReadGathered = Callable[[torch.Tensor], None]
 

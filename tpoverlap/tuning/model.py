@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from tpoverlap.pieces import multiplies_pieces
 from tpoverlap.tuning.device import DeviceModel
 from tpoverlap.tuning.gemm_time import cool_time_us, gemm_time_us, slowdown
-from tpoverlap.tuning.pieces import multiplies_pieces, pieces_of
-from tpoverlap.tuning.problem import Problem
+from tpoverlap.tuning.problem import Problem, pieces_of
 
 _HOST_SHARE_PER_STEP: Final = 0.3
 """Of an operation's processor time at R = 2, what each further push and wait adds; assumed."""
@@ -126,7 +126,7 @@ def _ring_gather_us(device: DeviceModel, problem: Problem, aggregate: bool, piec
     """Own chunk first; chunk i has arrived after i pushes on this rank's link."""
     at_once = 2 if aggregate else 1
     push_us = problem.chunk_bytes / device.copy.gb_s * 1e-3
-    parts = pieces if multiplies_pieces(problem) and not aggregate else 1
+    parts = pieces if multiplies_pieces(problem.features) and not aggregate else 1
     free = 0.0
     for first in range(0, problem.tp_size, at_once):
         last = min(first + at_once, problem.tp_size) - 1

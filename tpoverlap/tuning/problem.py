@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tpoverlap.pieces import gather_piece_rows, scatter_piece_rows
+from tpoverlap.tokens import TokenPartition
+
 Kind = Literal["gather", "scatter", "beside-gather", "beside-scatter"]
 """gather: all-gather, then its GEMM · scatter: GEMM, then reduce-scatter · beside-...: next to an independent GEMM."""
 
@@ -66,3 +69,11 @@ class Problem:
     def at(self, num_tokens: int) -> Problem:
         """The same with another T."""
         return replace(self, num_tokens=num_tokens)
+
+
+def pieces_of(problem: Problem) -> int:
+    """Pieces into which ring_exchange cuts a chunk; 1 where it travels whole."""
+    partition = TokenPartition.balanced(problem.num_tokens, problem.tp_size)
+    rule = scatter_piece_rows if problem.kind == "scatter" else gather_piece_rows
+    rows = rule(partition, problem.width, problem.itemsize_bytes)
+    return 1 if rows is None else -(-partition.max_count // rows)
