@@ -2,7 +2,7 @@
 
 from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.collectives import all_gather_rows, reduce_scatter_rows
-from tpoverlap.comm.copier import Copier, EngineCopier
+from tpoverlap.comm.copier import Copier, CopyJob, EngineCopier
 from tpoverlap.comm.exchange import ArrivalWords, Exchange, OneSidedExchange
 from tpoverlap.comm.meter import Meter
 from tpoverlap.comm.reduce import sum_in_rank_order
@@ -21,6 +21,7 @@ __all__ = [
     "Call",
     "Channel",
     "Copier",
+    "CopyJob",
     "EngineCopier",
     "Exchange",
     "Mark",

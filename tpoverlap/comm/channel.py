@@ -22,7 +22,7 @@ import torch
 
 from tpoverlap.comm.descriptor import Descriptor, digest64, text_hash
 from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
-from tpoverlap.comm.exchange import Exchange
+from tpoverlap.comm.exchange import Claim, Exchange
 from tpoverlap.comm.fault import Fault
 from tpoverlap.comm.liveness import ProcessIdentity
 from tpoverlap.comm.meter import Meter
@@ -195,7 +195,8 @@ class Channel:
             caller = self.transport.caller_stream()  # first: it may refuse, and nothing has been claimed yet
             use = region.uses = region.uses + 1
             descriptor = self._next_descriptor(label, partition, dtype, region.index + 1, use, detail)
-            return self.transport.new_exchange(self, region, use, descriptor, steps, partition, dtype, caller)
+            claim = Claim(region, use, descriptor, steps, partition, dtype, caller)
+            return self.transport.new_exchange(self, claim)
 
     def announced(self, label: str, partition: TokenPartition, dtype: torch.dtype, detail: int = 0) -> Announced:
         """An operation without a slot: inside the block, every rank is known to be at it."""

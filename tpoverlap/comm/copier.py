@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -11,40 +11,37 @@ from tpoverlap.comm.signals import Signals, SlotRef
 from tpoverlap.comm.streams import Stream
 
 
+class CopyJob(NamedTuple):
+    """One transfer into a mapped peer.
+
+    Attributes:
+        target, source: [t, H] there and here, contiguous.
+        destination: rank that ``target`` belongs to.
+        ref: the slot.
+        piece: whose arrival flag is set.
+    """
+
+    target: torch.Tensor
+    source: torch.Tensor
+    destination: int
+    ref: SlotRef
+    piece: int
+
+
 class Copier(ABC):
     """Moves one transfer and marks its arrival."""
 
     @abstractmethod
-    def push(
-        self,
-        signals: Signals,
-        stream: Stream,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        destination: int,
-        ref: SlotRef,
-        piece: int,
-    ) -> None:
-        """In ``stream``'s order: ``target`` [t, H] = ``source``; then the arrival flag of ``piece`` in the slot of
-        rank ``destination``, with release order at system scope.
-        """
+    def push(self, signals: Signals, stream: Stream, job: CopyJob) -> None:
+        """In ``stream``'s order: ``target`` = ``source``; then the arrival flag, with release order at system scope."""
 
 
 class EngineCopier(Copier):
     """By copy engine (on the CPU: by the comm thread), and a stream memory operation for the flag."""
 
-    def push(
-        self,
-        signals: Signals,
-        stream: Stream,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        destination: int,
-        ref: SlotRef,
-        piece: int,
-    ) -> None:
-        stream.copy(target, source)
-        signals.set_arrival(stream, destination, ref, piece)
+    def push(self, signals: Signals, stream: Stream, job: CopyJob) -> None:
+        stream.copy(job.target, job.source)
+        signals.set_arrival(stream, job.destination, job.ref, job.piece)
 
 
 ENGINE: Final = EngineCopier()

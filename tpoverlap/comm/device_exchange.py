@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import torch
 
-from tpoverlap.comm.copier import ENGINE
+from tpoverlap.comm.copier import ENGINE, CopyJob
 from tpoverlap.comm.device_signals import DeviceSignals
 from tpoverlap.comm.device_streams import DeviceStream, MarkEvent, device_stream
 from tpoverlap.comm.exchange import REFRESH_EVERY, Gate, OneSidedExchange
@@ -126,7 +126,7 @@ class DeviceExchange(OneSidedExchange):
                 comm.flush()
                 rows = source[start - base_row : stop - base_row]
                 target = self._region.view(peer, epoch, element, tuple(rows.shape), self.dtype)
-                self.copier.push(self.signals, comm, target, rows, peer, self._ref, piece)
+                self.copier.push(self.signals, comm, CopyJob(target, rows, peer, self._ref, piece))
             if channel.trace is not None:
                 self._mark(comm, "sent", step, peer)
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tpoverlap.comm.copier import ENGINE, Copier
+from tpoverlap.comm.copier import ENGINE, Copier, CopyJob
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.meter import MeteredOperation
 from tpoverlap.comm.region import Region
@@ -50,6 +50,26 @@ class ArrivalWords:
         return source * MAX_PIECES + piece
 
 
+class Claim(NamedTuple):
+    """What an operation has claimed when it starts.
+
+    Attributes:
+        epoch: which use of ``region`` it is.
+        descriptor: what the peers will be told about it.
+        steps: this rank's schedule.
+        partition: rows of each rank.
+        caller: the stream that the caller's tensors are ordered on.
+    """
+
+    region: Region
+    epoch: int
+    descriptor: Descriptor
+    steps: tuple[Step, ...]
+    partition: TokenPartition
+    dtype: torch.dtype
+    caller: Stream
+
+
 class Exchange(ABC):
     """Use it as a context manager: leaving finishes the operation, leaving with an exception ends the channel.
 
@@ -62,17 +82,8 @@ class Exchange(ABC):
         finished: on a device, set at the end: an event after everything that the operation enqueued.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        region: Region,
-        epoch: int,
-        descriptor: Descriptor,
-        steps: tuple[Step, ...],
-        partition: TokenPartition,
-        dtype: torch.dtype,
-        caller: Stream,
-    ) -> None:
+    def __init__(self, channel: Channel, claim: Claim) -> None:
+        region, epoch, descriptor, steps, partition, dtype, caller = claim
         self.steps = steps
         self.partition = partition
         self.rank = channel.rank
@@ -307,7 +318,7 @@ class OneSidedExchange(Exchange):
             self._mark(comm, "send", transfer.step, peer)
             rows = source[transfer.row_start - base_row : transfer.row_stop - base_row]
             target = self._region.view(peer, self._epoch, transfer.slot_element, tuple(rows.shape), self.dtype)
-            self.copier.push(signals, comm, target, rows, peer, ref, transfer.piece)
+            self.copier.push(signals, comm, CopyJob(target, rows, peer, ref, transfer.piece))
             self._mark(comm, "sent", transfer.step, peer)
 
     def _wait(self, step: Step, stream: Stream) -> None:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-import torch
-
 from tpoverlap.comm.descriptor import Descriptor
-from tpoverlap.comm.exchange import Exchange
+from tpoverlap.comm.exchange import Claim, Exchange
 from tpoverlap.comm.fault import Fault
 from tpoverlap.comm.gloo_link import AbortBoard, GlooLink
 from tpoverlap.comm.mailbox import Mailbox
 from tpoverlap.comm.messages import GlooExchange, NcclExchange
-from tpoverlap.comm.region import Region
-from tpoverlap.comm.schedule import Step
 from tpoverlap.comm.streams import HostStream, Stream
 from tpoverlap.comm.transport import Transport, require_peers
 from tpoverlap.memory.base import Backend, agree
-from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
@@ -39,19 +34,9 @@ class MessageTransport(Transport):
         if backend.device.type == "cpu":
             self._receive = HostStream("receive", fault)
 
-    def new_exchange(
-        self,
-        channel: Channel,
-        region: Region,
-        epoch: int,
-        descriptor: Descriptor,
-        steps: tuple[Step, ...],
-        partition: TokenPartition,
-        dtype: torch.dtype,
-        caller: Stream,
-    ) -> Exchange:
+    def new_exchange(self, channel: Channel, claim: Claim) -> Exchange:
         kind = NcclExchange if self._receive is None else GlooExchange
-        exchange = kind(channel, region, epoch, descriptor, steps, partition, dtype, caller)
+        exchange = kind(channel, claim)
         exchange.mailbox = self._mailbox
         if isinstance(exchange, GlooExchange):
             assert self._receive is not None, "a Gloo exchange needs its receive thread"

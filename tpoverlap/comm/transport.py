@@ -13,16 +13,13 @@ from tpoverlap.comm.device_exchange import DeviceExchange
 from tpoverlap.comm.device_signals import DeviceSignals
 from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, device_stream
 from tpoverlap.comm.diagnosis import Diagnosis
-from tpoverlap.comm.exchange import Exchange, OneSidedExchange
+from tpoverlap.comm.exchange import Claim, Exchange, OneSidedExchange
 from tpoverlap.comm.fault import Fault
-from tpoverlap.comm.region import Region
-from tpoverlap.comm.schedule import Step
 from tpoverlap.comm.signals import Signals
 from tpoverlap.comm.streams import CallerStream, Event, HostStream, Stream
 from tpoverlap.memory.base import Arena, Backend, CpuArena
 from tpoverlap.memory.driver import DeviceDriver
 from tpoverlap.memory.layout import ArenaLayout
-from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
@@ -77,17 +74,7 @@ class Transport(ABC):
         return None if self.driver is None else caller.record()
 
     @abstractmethod
-    def new_exchange(
-        self,
-        channel: Channel,
-        region: Region,
-        epoch: int,
-        descriptor: Descriptor,
-        steps: tuple[Step, ...],
-        partition: TokenPartition,
-        dtype: torch.dtype,
-        caller: Stream,
-    ) -> Exchange:
+    def new_exchange(self, channel: Channel, claim: Claim) -> Exchange:
         """An exchange that has not started."""
 
     @abstractmethod
@@ -142,6 +129,8 @@ def require_peers(transport: Transport, descriptor: Descriptor) -> None:
 class OneSidedTransport(Transport):
     """Peers' memory is mapped: copies and `Signals`."""
 
+    _exchange_type: type[OneSidedExchange] = OneSidedExchange
+
     def __init__(
         self, device: torch.device, fault: Fault, signals: Signals, driver: DeviceDriver | None = None
     ) -> None:
@@ -150,18 +139,8 @@ class OneSidedTransport(Transport):
         self.diagnosis = signals.diagnosis
         self._peers = [r for r in range(self.diagnosis.tp_size) if r != self.diagnosis.rank]
 
-    def new_exchange(
-        self,
-        channel: Channel,
-        region: Region,
-        epoch: int,
-        descriptor: Descriptor,
-        steps: tuple[Step, ...],
-        partition: TokenPartition,
-        dtype: torch.dtype,
-        caller: Stream,
-    ) -> Exchange:
-        exchange = OneSidedExchange(channel, region, epoch, descriptor, steps, partition, dtype, caller)
+    def new_exchange(self, channel: Channel, claim: Claim) -> Exchange:
+        exchange = self._exchange_type(channel, claim)
         exchange.signals = self.signals
         return exchange
 
@@ -199,25 +178,11 @@ class DeviceTransport(OneSidedTransport):
     """Peers' memory is mapped, and stream memory operations keep the order."""
 
     signals: DeviceSignals
+    _exchange_type = DeviceExchange
 
     def __init__(self, device: torch.device, fault: Fault, signals: DeviceSignals, driver: DeviceDriver) -> None:
         super().__init__(device, fault, signals, driver)
         self._simulated = driver.simulated
-
-    def new_exchange(
-        self,
-        channel: Channel,
-        region: Region,
-        epoch: int,
-        descriptor: Descriptor,
-        steps: tuple[Step, ...],
-        partition: TokenPartition,
-        dtype: torch.dtype,
-        caller: Stream,
-    ) -> Exchange:
-        exchange = DeviceExchange(channel, region, epoch, descriptor, steps, partition, dtype, caller)
-        exchange.signals = self.signals
-        return exchange
 
     def meet(self, descriptor: Descriptor, caller: Stream) -> None:
         stream = device_stream(caller)

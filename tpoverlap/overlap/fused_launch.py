@@ -23,7 +23,7 @@ from typing import Final
 
 import torch
 
-from tpoverlap.comm import Channel, Copier, OneSidedExchange, all_gather_schedule, reduce_scatter_schedule
+from tpoverlap.comm import Channel, Copier, CopyJob, OneSidedExchange, all_gather_schedule, reduce_scatter_schedule
 from tpoverlap.comm.schedule import scatter_block
 from tpoverlap.comm.signals import Signals, SlotRef
 from tpoverlap.comm.streams import Stream
@@ -45,16 +45,7 @@ _PIECE_ROWS: Final = 128
 class InKernel(Copier):
     """Moves nothing: the kernel does. What is left of a send is the wait for the peer's credit."""
 
-    def push(
-        self,
-        signals: Signals,
-        stream: Stream,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        destination: int,
-        ref: SlotRef,
-        piece: int,
-    ) -> None:
+    def push(self, signals: Signals, stream: Stream, job: CopyJob) -> None:
         pass
 
 

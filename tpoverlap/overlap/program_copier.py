@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
-from tpoverlap.comm import Channel, Copier
-from tpoverlap.comm.signals import Signals, SlotRef
+from tpoverlap.comm import Channel, Copier, CopyJob
+from tpoverlap.comm.signals import Signals
 from tpoverlap.comm.streams import Stream
 from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.gemm.triton import require_kernels
@@ -19,20 +17,12 @@ class ProgramCopier(Copier):
         self._rank = rank
         self._launcher = launcher
 
-    def push(
-        self,
-        signals: Signals,
-        stream: Stream,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        destination: int,
-        ref: SlotRef,
-        piece: int,
-    ) -> None:
-        offset = ref.layout.arrival_offset(ref.region, ref.slot, self._rank, piece)
-        flag_address = ref.arena.bytes_of(destination).data_ptr() + offset
+    def push(self, signals: Signals, stream: Stream, job: CopyJob) -> None:
+        ref = job.ref
+        offset = ref.layout.arrival_offset(ref.region, ref.slot, self._rank, job.piece)
+        flag_address = ref.arena.bytes_of(job.destination).data_ptr() + offset
         with stream.current():
-            self._launcher.copy(target, source, flag_address, ref.epoch)
+            self._launcher.copy(job.target, job.source, flag_address, ref.epoch)
 
 
 def program_copier(channel: Channel, num_programs: int) -> Copier:
