@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import tpoverlap.tools.bench.worker as worker
+from tests.tools.no_ranks import refuse_ranks
 from tpoverlap.tools.bench.command import _SUITES
 from tpoverlap.tools.bench.report import BenchReport, headline
 from tpoverlap.tools.bench.suites import SUITE_NAMES
@@ -18,13 +19,7 @@ from tpoverlap.tools.cli import SUBCOMMANDS, main
 
 @pytest.fixture(autouse=True)
 def no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a rank was started")
-
-    monkeypatch.setattr(worker, "spawn", refuse)
-    monkeypatch.setattr(worker, "run_under_torchrun", refuse)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    refuse_ranks(monkeypatch, worker)
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> Result:

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import tpoverlap.tools.train.worker as worker
+from tests.tools.no_ranks import refuse_ranks
 from tpoverlap.config import resolve
 from tpoverlap.config.legality import legal_methods
 from tpoverlap.errors import ConfigError
@@ -20,13 +21,7 @@ from tpoverlap.tools.train.methods import METHOD_CHOICES, USED_NAMES, choose
 
 @pytest.fixture(autouse=True)
 def no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a rank was started")
-
-    monkeypatch.setattr(worker, "spawn", refuse)
-    monkeypatch.setattr(worker, "run_under_torchrun", refuse)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    refuse_ranks(monkeypatch, worker)
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> Result:

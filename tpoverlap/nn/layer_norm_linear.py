@@ -12,7 +12,7 @@ from tpoverlap.gemm.fp8 import Recipe
 from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.norm import NormOptions
-from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
+from tpoverlap.nn.parallel_layer import GemmOptions, NormedLayer, Output
 from tpoverlap.nn.parameters import (
     InitMethod,
     add_parameter,
@@ -27,10 +27,8 @@ from tpoverlap.tokens import TokenPartition
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
 
-Output = torch.Tensor | tuple[torch.Tensor | None, ...]
 
-
-class LayerNormLinear(ParallelLayer):
+class LayerNormLinear(NormedLayer):
     """y = norm(x) W^T + b: x_shard [T_r, in] -> y [T, out / R].
 
     ======================  ==============================  ===============================================
@@ -102,8 +100,7 @@ class LayerNormLinear(ParallelLayer):
         self.in_features, self.out_features = in_features, out_features
         self.manager, self.ub_name = resolve_manager(manager, tp_group, tp_size), ub_name
         self.return_bias, self._init_method = return_bias, init_method
-        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self._return_normed(local=return_layernorm_output, gathered=return_layernorm_output_gathered)
         self.norm_options = NormOptions(in_features, eps, normalization, zero_centered_gamma)
         flags = OverlapFlags(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         options = GemmOptions(
@@ -141,10 +138,7 @@ class LayerNormLinear(ParallelLayer):
             partition,
             return_gathered=self.return_layernorm_output_gathered,
         )
-        extras: tuple[torch.Tensor | None, ...] = (self.bias,) if self.return_bias else ()
-        if self.return_layernorm_output:
-            extras = (*extras, gathered if self.return_layernorm_output_gathered else normed)
-        return (y, *extras) if extras else y
+        return self._outputs(y, self.bias, normed, gathered)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""

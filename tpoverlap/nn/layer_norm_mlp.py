@@ -9,10 +9,9 @@ import torch
 from tpoverlap.gemm.fp8 import Recipe
 from tpoverlap.nn.activation import activate, is_gated, require_activation
 from tpoverlap.nn.fp8_context import Fp8Slot
-from tpoverlap.nn.layer_norm_linear import Output
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.norm import NormOptions
-from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
+from tpoverlap.nn.parallel_layer import GemmOptions, NormedLayer, Output
 from tpoverlap.nn.parameters import (
     InitMethod,
     add_parameter,
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
 
 
-class LayerNormMLP(ParallelLayer):
+class LayerNormMLP(NormedLayer):
     """y = act(norm(x) W1^T + b1) W2^T + b2: x_shard [T_r, H] -> y_shard [T_r, H]. F = ffn_hidden_size.
 
     ======================  ==============================  ==================================================
@@ -101,8 +100,7 @@ class LayerNormMLP(ParallelLayer):
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.manager = resolve_manager(manager, tp_group, tp_size)
         self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self._return_normed(local=return_layernorm_output, gathered=return_layernorm_output_gathered)
         self._init_methods = (init_method, output_layer_init_method)
         self.norm_options = NormOptions(hidden_size, eps, normalization, zero_centered_gamma)
         flags = OverlapFlags(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
@@ -147,10 +145,7 @@ class LayerNormMLP(ParallelLayer):
         )
         activated = activate(self.activation, h)
         y = fc2.row_parallel(activated, self.fc2_weight, None if self.return_bias else self.fc2_bias, partition)
-        extras: tuple[torch.Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
-        if self.return_layernorm_output:
-            extras = (*extras, gathered if self.return_layernorm_output_gathered else normed)
-        return (y, *extras) if extras else y
+        return self._outputs(y, self.fc2_bias, normed, gathered)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""

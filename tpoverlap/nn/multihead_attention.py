@@ -8,8 +8,9 @@ import torch
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.nn.attention import packed_attention
-from tpoverlap.nn.layer_norm_linear import LayerNormLinear, Output
+from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.linear import Linear
+from tpoverlap.nn.parallel_layer import Output
 from tpoverlap.nn.parameters import InitMethod, describe_parameter, divided, resolve_manager
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.nn.sequences import CuSeqlens, PackedSequences, packed_sequences

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
 
 
+Output = torch.Tensor | tuple[torch.Tensor | None, ...]
+
+
 @dataclass(frozen=True)
 class GemmOptions:
     """The options that every GEMM of a layer has in common; see `ParallelGemm`."""
@@ -64,3 +67,24 @@ class ParallelLayer(torch.nn.Module):
         """
         for gemm in reversed(self._gemms):
             gemm.backward_dw()
+
+
+class NormedLayer(ParallelLayer):
+    """A layer whose first GEMM takes a norm's output, and which may return that, too."""
+
+    return_bias: bool
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
+
+    def _return_normed(self, *, local: bool, gathered: bool) -> None:
+        self.return_layernorm_output = local or gathered
+        self.return_layernorm_output_gathered = gathered
+
+    def _outputs(
+        self, y: torch.Tensor, bias: torch.Tensor | None, normed: torch.Tensor, gathered: torch.Tensor | None
+    ) -> Output:
+        """What forward returns: y, the bias that was not added, norm(x) of own or of all rows, as asked for."""
+        extras: tuple[torch.Tensor | None, ...] = (bias,) if self.return_bias else ()
+        if self.return_layernorm_output:
+            extras = (*extras, gathered if self.return_layernorm_output_gathered else normed)
+        return (y, *extras) if extras else y
