@@ -24,10 +24,11 @@ from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
+    from tpoverlap.overlap import OperationContext
 
 
-OperationUse = tuple[int, bool, bool, bool, int | None]
-"""What the method of one operation depends on: T, overflow, scatter, beside, and the GEMM's sharded features."""
+OperationUse = tuple[int, bool, bool, int | None]
+"""What one operation of a name differs in: ``id`` of its partition, scatter, beside, the GEMM's sharded features."""
 
 
 class CommOverlap:
@@ -45,7 +46,8 @@ class CommOverlap:
         name: of the GEMM.
         config: its options.
         width, max_tokens, max_rows_per_rank: what it was registered with.
-        choices: the manager's memory: use -> (method, options), while ``config`` is ``chosen_for``.
+        operations: the manager's memory: what was made for a use, while ``config`` is ``chosen_for``. A context holds
+            its partition, so no other one gets the same ``id`` meanwhile.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class CommOverlap:
         self.scatter_region = scatter_region
         self.registered = registered
         self.statistics = NameStatistics(max_tokens)
-        self.choices: dict[OperationUse, tuple[str, OverlapConfig]] = {}
+        self.operations: dict[OperationUse, OperationContext] = {}
         self.chosen_for = config
         self._own_shape: tuple[int, TokenPartition] | None = None
         self._overridden: CommOverlap | None = None
@@ -104,7 +106,7 @@ class CommOverlap:
         """The same name, regions, shape and counters under other options: for one layer whose flags say so."""
         other = copy.copy(self)
         other.config, other._overridden = config, self
-        other.choices, other.chosen_for, other._quantised = {}, config, None
+        other.operations, other.chosen_for, other._quantised = {}, config, None
         return other
 
     @property

@@ -12,8 +12,8 @@ import torch
 
 from tpoverlap.active_shape import ActiveShape, ShapeLike, require_capacity
 from tpoverlap.comm import Channel, Meter
-from tpoverlap.communicator import CommOverlap, LayerCommunicators, OperationUse
-from tpoverlap.config import KNOWN_NAMES, OverlapConfig, resolve
+from tpoverlap.communicator import CommOverlap, LayerCommunicators
+from tpoverlap.config import KNOWN_NAMES, resolve
 from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import method_for_use
 from tpoverlap.errors import CapacityError, ConfigError, NotInitializedError
@@ -45,7 +45,7 @@ from tpoverlap.setup import (
 from tpoverlap.tokens import TokenPartition
 
 logger = logging.getLogger("tpoverlap")
-_CHOICES = 512
+_OPERATIONS = 512
 
 
 class UserBufferManager:
@@ -317,30 +317,38 @@ class UserBufferManager:
         """
         if self._closed:
             self.require_open()
-        if self.channel is not None:
-            self.channel.check()
+        if communicator.chosen_for is not communicator.config:
+            communicator.operations.clear()
+            communicator.chosen_for = communicator.config
+        use = (id(partition), scatter, beside, features)
+        context = communicator.operations.get(use)
+        if context is None:
+            context = self._new_operation(communicator, partition, scatter, beside, features)
+            if len(communicator.operations) >= _OPERATIONS:
+                communicator.operations.clear()
+            communicator.operations[use] = context
+        communicator.statistics.record(context.method, partition.total, overflow=context.overflow)
+        if context.overflow and partition != self._logged_overflow:
+            self._logged_overflow = partition  # one line a microbatch, not one an operation
+            self._log_overflow(communicator, partition)
+        return context
+
+    def _new_operation(
+        self, communicator: CommOverlap, partition: TokenPartition, scatter: bool, beside: bool, features: int | None
+    ) -> OperationContext:
         overflow = False
         if partition.total > communicator.max_tokens or partition.max_count > communicator.max_rows_per_rank:
             overflow = self._overflows(communicator, partition)
-        chosen, config = self._choose(communicator, (partition.total, overflow, scatter, beside, features))
-        communicator.statistics.record(chosen, partition.total, overflow=overflow)
-        if overflow and partition != self._logged_overflow:
-            self._logged_overflow = partition  # one line a microbatch, not one an operation
-            logger.warning(
-                "rank %d: T=%d (rows a rank: %s) is above the capacity of %d tokens or %d rows a rank: this microbatch "
-                "runs without overlap, first %s",
-                self.rank,
-                partition.total,
-                list(partition.counts),
-                communicator.max_tokens,
-                communicator.max_rows_per_rank,
-                communicator.name,
-            )
+        by_tokens = self._tables.find(communicator, scatter=scatter, beside=beside, features=features)
+        decision = self._tables.decide(communicator, partition.total, by_tokens, overflow=overflow)
+        method, config = decision.method, decision.config or communicator.config
+        if not decision.for_use:
+            method = method_for_use(method, config, name=communicator.name, scatter=scatter, beside=beside)
         return OperationContext(
             self.channel,
             self.group,
             self.rank,
-            chosen,
+            method,
             config,
             communicator.name,
             communicator.scatter_region if scatter else communicator.gather_region,
@@ -348,25 +356,19 @@ class UserBufferManager:
             communicator.width,
             self.dtype,
             overflow or not communicator.registered,
+            overflow=overflow,
         )
 
-    def _choose(self, communicator: CommOverlap, use: OperationUse) -> tuple[str, OverlapConfig]:
-        """The method and its options; remembered, for the last few hundred uses of each communicator."""
-        if communicator.chosen_for is not communicator.config:
-            communicator.choices.clear()
-            communicator.chosen_for = communicator.config
-        found = communicator.choices.get(use)
-        if found is None:
-            num_tokens, overflow, scatter, beside, features = use
-            by_tokens = self._tables.find(communicator, scatter=scatter, beside=beside, features=features)
-            decision = self._tables.decide(communicator, num_tokens, by_tokens, overflow=overflow)
-            method, config = decision.method, decision.config or communicator.config
-            if not decision.for_use:
-                method = method_for_use(method, config, name=communicator.name, scatter=scatter, beside=beside)
-            if len(communicator.choices) >= _CHOICES:
-                communicator.choices.clear()
-            communicator.choices[use] = found = (method, config)
-        return found
+    def _log_overflow(self, communicator: CommOverlap, partition: TokenPartition) -> None:
+        logger.warning(
+            "rank %d: T=%d (rows a rank: %s) is above the capacity of %s: this microbatch runs without overlap, "
+            "first %s",
+            self.rank,
+            partition.total,
+            list(partition.counts),
+            f"{communicator.max_tokens} tokens or {communicator.max_rows_per_rank} rows a rank",
+            communicator.name,
+        )
 
     def _overflows(self, communicator: CommOverlap, partition: TokenPartition) -> bool:
         try:

@@ -5,6 +5,7 @@ from tpoverlap.comm.collectives import all_gather_rows, reduce_scatter_rows
 from tpoverlap.comm.copier import Copier, CopyJob, EngineCopier
 from tpoverlap.comm.exchange import ArrivalWords, Exchange, OneSidedExchange
 from tpoverlap.comm.meter import Meter
+from tpoverlap.comm.outline import Order, Outline
 from tpoverlap.comm.reduce import sum_in_rank_order
 from tpoverlap.comm.schedule import (
     Step,
@@ -27,6 +28,8 @@ __all__ = [
     "Mark",
     "Meter",
     "OneSidedExchange",
+    "Order",
+    "Outline",
     "Step",
     "Trace",
     "Transfer",

@@ -11,23 +11,22 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
-from tpoverlap.comm.descriptor import Descriptor, digest64, text_hash
+from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
 from tpoverlap.comm.exchange import Claim, Exchange
 from tpoverlap.comm.fault import Fault
+from tpoverlap.comm.in_flight import Flight, InFlight
 from tpoverlap.comm.liveness import ProcessIdentity
 from tpoverlap.comm.meter import Meter
+from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.region import Region
-from tpoverlap.comm.schedule import Step, Transfer
+from tpoverlap.comm.schedule import Transfer
 from tpoverlap.comm.streams import Event, Stream
 from tpoverlap.comm.trace import Trace
 from tpoverlap.comm.transport import Transport, make_transport
@@ -41,15 +40,6 @@ logger = logging.getLogger("tpoverlap")
 _DRAIN_S = 5.0
 _SPINS = 100
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class InFlight:
-    """An operation that has started and is not known to have finished."""
-
-    descriptor: Descriptor
-    started_s: float
-    finished: Event | None = None
 
 
 class Channel:
@@ -74,8 +64,8 @@ class Channel:
         self.fault = Fault()
         self.trace: Trace | None = None
         self.meter: Meter | None = None
-        self.before_copy: Callable[[Transfer], None] | None = None
-        """Test hook: called on the comm stream before each transfer (``testing.faults`` delays it)."""
+        self.before_copy: Callable[[Stream, Transfer], None] | None = None
+        """Test hook: called before each transfer with the stream that makes it (``testing.faults`` delays it)."""
         self.before_gemm: Callable[[Stream], None] | None = None
         """Test hook: called on a GEMM's stream, inside the operation, before each GEMM of a method."""
         self.ranges = backend.ranges
@@ -90,8 +80,7 @@ class Channel:
         self._sequence = 0
         self._lock = threading.Lock()
         self._turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
-        # Not a plain dict: looking for the first entry of one whose first entries were deleted steps over all of them.
-        self._in_flight: OrderedDict[int, InFlight] = OrderedDict()
+        self._in_flight = InFlight()
         self._closed = False
         self._pid = os.getpid()
         self._release_lock = threading.Lock()
@@ -136,32 +125,15 @@ class Channel:
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def open(
-        self,
-        region_name: str,
-        label: str,
-        steps: tuple[Step, ...],
-        partition: TokenPartition,
-        dtype: torch.dtype,
-        detail: int = 0,
-    ) -> Exchange:
+    def open(self, outline: Outline) -> Exchange:
         """Start an operation: claim its number and its slot, and tell the peers. Never waits for them.
 
         It does wait for an operation that another thread of this process has open: two that take turns on the slots
         of one region could each wait for a credit that the other has yet to grant. Leaving the exchange ends the turn.
-
-        Args:
-            region_name: "ag", "rs" or a later region.
-            label: GEMM name, direction and method; all ranks must pass the same one.
-            steps: this rank's schedule.
-            partition: rows of each rank.
-            dtype: of the communicated rows.
-            detail: hash of what else the ranks must agree on.
         """
-        region = self.regions[region_name]
         self._turn.acquire()
         try:
-            exchange = self._claim(region, label, steps, partition, dtype, detail)
+            exchange = self._claim(outline)
             try:
                 exchange.start()
             except BaseException as error:
@@ -181,52 +153,44 @@ class Channel:
         """The operation that `open` started is over: another thread may start one."""
         self._turn.release()
 
-    def _claim(
-        self,
-        region: Region,
-        label: str,
-        steps: tuple[Step, ...],
-        partition: TokenPartition,
-        dtype: torch.dtype,
-        detail: int,
-    ) -> Exchange:
+    def _claim(self, outline: Outline) -> Exchange:
+        region = self.regions[outline.region]
         with self._lock:
             self.check()
             caller = self.transport.caller_stream()  # first: it may refuse, and nothing has been claimed yet
             use = region.uses = region.uses + 1
-            descriptor = self._next_descriptor(label, partition, dtype, region.index + 1, use, detail)
-            claim = Claim(region, use, descriptor, steps, partition, dtype, caller)
-            return self.transport.new_exchange(self, claim)
+            flight = self._next_flight(outline, region.index + 1, use)
+            return self.transport.new_exchange(self, Claim(outline, region, use, flight, caller))
 
-    def announced(self, label: str, partition: TokenPartition, dtype: torch.dtype, detail: int = 0) -> Announced:
+    def announced(self, outline: Outline) -> Announced:
         """An operation without a slot: inside the block, every rank is known to be at it."""
-        return Announced(self, label, partition, dtype, detail)
+        return Announced(self, outline)
 
-    def meet(self, label: str, partition: TokenPartition, dtype: torch.dtype, detail: int) -> tuple[Descriptor, Stream]:
+    def meet(self, outline: Outline) -> tuple[Flight, Stream]:
         """The start of `announced`. In the end come `part` and `leave`."""
         self._turn.acquire()
         try:
             with self._lock:
                 self.check()
                 caller = self.transport.caller_stream()
-                descriptor = self._next_descriptor(label, partition, dtype, 0, 0, detail)
+                flight = self._next_flight(outline, 0, 0)
             try:
-                self.transport.meet(descriptor, caller)
+                self.transport.meet(flight.descriptor, caller)
             except BaseException as error:
-                self.part(descriptor, caller, error)
+                self.part(flight, caller, error)
                 raise
         except BaseException:
             self._turn.release()
             raise
-        return descriptor, caller
+        return flight, caller
 
-    def part(self, descriptor: Descriptor, caller: Stream, error: BaseException | None) -> None:
+    def part(self, flight: Flight, caller: Stream, error: BaseException | None) -> None:
         """The end of `announced`; ``error``: it failed."""
         if error is not None:
-            self.fail(error, descriptor)
+            self.fail(error, flight.descriptor)
             if not self.transport.asynchronous:
                 return
-        self.completed(descriptor, self.transport.finished(caller))
+        self._in_flight.land(flight, self.transport.finished(caller))
 
     def hand_out_slot(self, region_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """View of the slot that the region's next operation uses; its credit then waits for the next-but-one."""
@@ -238,7 +202,7 @@ class Channel:
             reader = region.last_reader.get(epoch % region.depth)
             if reader is not None:
                 self.caller_stream().wait(reader)
-        return region.view(self.rank, epoch, 0, shape, dtype)
+        return region.view(self.rank, epoch, 0, shape, dtype).detach()  # the region keeps the view itself
 
     def next_slot_addresses(self, region_name: str, own_offset_bytes: int) -> tuple[int, int, int]:
         """(first byte, end, byte ``own_offset_bytes`` into it) of the slot that the region's next operation uses."""
@@ -264,27 +228,15 @@ class Channel:
         """The stream that the caller's tensors are ordered on."""
         return self.transport.caller_stream()
 
-    def _next_descriptor(
-        self, label: str, partition: TokenPartition, dtype: torch.dtype, region: int, epoch: int, detail: int
-    ) -> Descriptor:
+    def _next_flight(self, outline: Outline, region: int, epoch: int) -> Flight:
         sequence = self._sequence = self._sequence + 1
-        digest = digest64(partition.hash64, _dtype_hash(dtype), text_hash(label), region, epoch, detail)
-        descriptor = Descriptor(sequence, label, partition.total, digest)
+        descriptor = Descriptor(sequence, outline.label, outline.partition.total, outline.digest(region, epoch))
         self.transport.diagnosis.remember(descriptor)
-        self._in_flight[sequence] = InFlight(descriptor, time.monotonic())
-        return descriptor
+        return self._in_flight.start(descriptor)
 
-    def completed(self, descriptor: Descriptor, finished: Event | None) -> None:
+    def completed(self, flight: Flight, finished: Event | None) -> None:
         """The operation's work is done (``finished`` None), or enqueued and done when ``finished`` is."""
-        in_flight = self._in_flight
-        if finished is None:
-            in_flight.pop(descriptor.sequence, None)
-            return
-        in_flight[descriptor.sequence].finished = finished
-        while (oldest := next(iter(in_flight.values()), None)) is not None:
-            if oldest.finished is None or not oldest.finished.done():
-                return
-            in_flight.pop(oldest.descriptor.sequence, None)
+        self._in_flight.land(flight, finished)
 
     # -- errors --------------------------------------------------------------------------------------------------
 
@@ -298,12 +250,9 @@ class Channel:
         """Whether the watchdog must end waits at the time-out (waiters on the CPU bound themselves)."""
         return self.transport.asynchronous
 
-    def oldest_in_flight(self) -> InFlight | None:
+    def oldest_in_flight(self) -> Flight | None:
         """The operation that has been running longest, or None. For the watchdog."""
-        for entry in list(self._in_flight.values()):
-            if entry.finished is None or not entry.finished.done():
-                return entry
-        return None
+        return self._in_flight.oldest()
 
     def refresh_peer_state(self) -> None:
         """Fetch what peers published. For the watchdog."""
@@ -376,7 +325,7 @@ class Channel:
         """Let every local wait go; only after the fault was stored. Repeated by the watchdog until all have gone."""
         assert self.fault.error is not None, "release without a fault would let waiters read what is not there"
         with self._release_lock:
-            self.transport.release([entry.descriptor for entry in list(self._in_flight.values())])
+            self.transport.release(self._in_flight.descriptors())
 
     def finish_collective(self, descriptor: Descriptor, work: Any) -> None:
         """Wait for a plain collective. On the CPU within ``timeout_s``, and no longer than every peer is in it."""
@@ -432,7 +381,7 @@ class Channel:
             # The last operation: no rank may unmap while a peer can still write a credit into its arena. It goes
             # through the signals rather than the group, so it is bounded, it names a rank that does something else,
             # and it works after the process group was destroyed.
-            with self.announced("close", TokenPartition((1,) * self.tp_size), torch.uint8):
+            with self.announced(Outline("close", TokenPartition((1,) * self.tp_size), torch.uint8)):
                 pass
             self.transport.synchronize()
             self.fault.check()
@@ -474,27 +423,20 @@ def _gpu_of(device: torch.device) -> str:
 class Announced:
     """`Channel.announced`: a context manager that gives the descriptor."""
 
-    __slots__ = ("_caller", "_channel", "_what", "descriptor")
+    __slots__ = ("_caller", "_channel", "_flight", "_outline")
 
-    def __init__(
-        self, channel: Channel, label: str, partition: TokenPartition, dtype: torch.dtype, detail: int
-    ) -> None:
+    def __init__(self, channel: Channel, outline: Outline) -> None:
         self._channel = channel
-        self._what = label, partition, dtype, detail
+        self._outline = outline
 
     def __enter__(self) -> Descriptor:
-        self.descriptor, self._caller = self._channel.meet(*self._what)
-        return self.descriptor
+        self._flight, self._caller = self._channel.meet(self._outline)
+        return self._flight.descriptor
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._channel.part(self.descriptor, self._caller, error)
+            self._channel.part(self._flight, self._caller, error)
         finally:
             self._channel.leave()
-
-
-@lru_cache(maxsize=64)
-def _dtype_hash(dtype: torch.dtype) -> int:
-    return text_hash(str(dtype))

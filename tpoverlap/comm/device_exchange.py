@@ -14,6 +14,14 @@ At R = 2 an all-gather by ring is, with one line a call of the driver::
 
 "Caller is here", "rows are computed" and "sent" are words of this rank alone (`DeviceSignals.order_words`) instead of
 events: they travel in the same calls as the flags.
+
+Where nothing runs beside the transfers (order "at_once") there is one stream, the caller's, and no such word::
+
+    digest, record | wait credit
+    copies to the peers, and of own rows
+    write arrivals | wait record, digest | wait arrivals
+    (GEMM)
+    write credits | tell the host
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ from tpoverlap.errors import TpOverlapError
 from tpoverlap.memory.layout import require_fits
 
 logger = logging.getLogger("tpoverlap")
+_SMALL_BYTES = 1 << 20
 
 
 class DeviceExchange(OneSidedExchange):
@@ -46,19 +55,31 @@ class DeviceExchange(OneSidedExchange):
         signals, region, epoch = self.signals, self._region, self._epoch
         self._expected = set()
         self._slot = signals.slot_addresses(region, epoch % region.depth)
-        self._caller_word, self._comm_word, self._caller_count = signals.order_words()
-        self._comm_count = self._comm_start = self._caller_count
         self._own_count = 0
         self._unsent = 0
         for step in self.steps:
             self._unsent += len(step.sends)
-        self._moved = False
+        self._moved = self._silent = True
         previous = epoch - region.depth
         if previous in region.held:
             region.held.discard(previous)
             self._collect_credits(previous)
-        self._caller_mark()
-        signals.publish_all(self._comm, self.descriptor)
+        self._at_once = self._order == "at_once"
+        if self._at_once:
+            self._comm = self.caller
+            self._moved = False
+        else:
+            self._caller_word, self._comm_word, self._caller_count = signals.order_words()
+            self._comm_count = self._comm_start = self._caller_count
+        if self._order != "behind":
+            self._publish()
+
+    def _publish(self) -> None:
+        """Tell the peers, before the first flag or wait."""
+        if self._moved:
+            self._caller_mark()
+        self._silent = False
+        self.signals.publish_all(self._comm, self.descriptor)
 
     def _caller_mark(self) -> None:
         """The comm stream goes on once the caller's stream has got here."""
@@ -84,15 +105,17 @@ class DeviceExchange(OneSidedExchange):
         self, step: Step, source: torch.Tensor, base_row: int, ready: Event | None = None, gate: Gate | None = None
     ) -> None:
         comm = self._comm
+        if self._silent:
+            self._publish()
         if ready is not None:
             comm.wait(ready)
-        elif self._moved:
+        elif self._moved and not self._at_once:
             self._caller_mark()
         sends = step.sends
         if sends:
             self._push_all(sends, source, base_row, gate)
             self._unsent -= len(sends)
-            if not self._unsent:
+            if not self._unsent and not self._at_once:
                 self._comm_mark()  # "sent" travels with the last arrival
 
     def _push_all(
@@ -113,7 +136,7 @@ class DeviceExchange(OneSidedExchange):
             comm.wait32(slot.credit_in[peer], epoch - self._region.depth)
             if channel.before_copy is not None:
                 comm.flush()
-                channel.before_copy(transfer)
+                channel.before_copy(comm, transfer)
             if gate is not None:
                 gate(comm, transfer)
             if channel.trace is not None:
@@ -135,6 +158,8 @@ class DeviceExchange(OneSidedExchange):
         size_bytes = source.numel() * self.dtype.itemsize
         if size_bytes == 0 or target == source.data_ptr():
             return  # no row, or the caller wrote them straight into the slot
+        if self._silent:
+            self._publish()
         assert source.is_contiguous(), "a copy engine moves contiguous bytes"
         require_fits(first_element * self.dtype.itemsize + size_bytes, self._region.slot_bytes, "own rows")
         reader = self._previous_reader
@@ -143,7 +168,48 @@ class DeviceExchange(OneSidedExchange):
         if reader is not None:
             self._comm.wait(reader)
         self._comm.copy_bytes(target, source.data_ptr(), size_bytes)
-        self._own_count = self._comm_mark()
+        if not self._at_once:
+            self._own_count = self._comm_mark()
+
+    # -- all at once ---------------------------------------------------------------------------------------------
+
+    def trade(self, source: torch.Tensor, base_row: int, own_element: int | None = None) -> None:
+        if not self._at_once or self.copier is not ENGINE or self._is_marked:
+            super().trade(source, base_row, own_element)
+            return
+        caller, slot, epoch, channel = self.caller, self._slot, self._epoch, self._channel
+        assert source.is_contiguous(), "a copy engine moves contiguous bytes"
+        itemsize, source_address = self.dtype.itemsize, source.data_ptr()
+        transfers = [transfer for step in self.steps for transfer in step.sends]
+        for transfer in transfers:
+            caller.wait32(slot.credit_in[transfer.destination], epoch - self._region.depth)
+        for transfer in transfers:
+            _, _, peer, _, start, stop, element, col_start, col_stop = transfer
+            row_bytes = (col_stop - col_start) * itemsize
+            size_bytes, offset = (stop - start) * row_bytes, element * itemsize
+            if offset + size_bytes > self._region.slot_bytes:
+                require_fits(offset + size_bytes, self._region.slot_bytes, self._describe(transfer))
+            if channel.before_copy is not None:
+                caller.flush()
+                channel.before_copy(caller, transfer)
+            caller.copy_bytes(slot.data[peer] + offset, source_address + (start - base_row) * row_bytes, size_bytes)
+        self._unsent = 0
+        # A small copy costs less than one more call of the driver; a large one must not hold up the peers.
+        own_first = own_element is not None and source.numel() * itemsize < _SMALL_BYTES
+        if own_element is not None and own_first:
+            self.copy_own(source, own_element)
+        for transfer in transfers:
+            caller.write32(slot.arrival_out[transfer.destination] + 4 * transfer.piece, epoch)
+        if own_element is not None and not own_first:
+            self.copy_own(source, own_element)
+        for step in self.steps:
+            if step.peer >= 0 and not step.receives and step.peer not in self._expected:
+                self._expect_on(caller, step.peer)
+            for transfer in step.receives:
+                if transfer.source not in self._expected:
+                    self._expect_on(caller, transfer.source)
+                caller.wait32(slot.arrival_in[transfer.source] + 4 * transfer.piece, epoch)
+        caller.flush()
 
     # -- waits ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +224,9 @@ class DeviceExchange(OneSidedExchange):
 
     def wait(self, step: Step, stream: Stream) -> None:
         device = self.caller if stream is self.caller else device_stream(stream)
-        if self._comm.pending:
+        if self._silent:
+            self._publish()
+        if self._comm.pending and not self._at_once:
             self._comm.flush()
         expected, peer, marked = self._expected, step.peer, self._is_marked
         if peer >= 0 and not step.receives and peer not in expected:  # no row comes: only its operation is compared
@@ -181,11 +249,15 @@ class DeviceExchange(OneSidedExchange):
             device.flush()
 
     def wait_entered(self, stream: Stream) -> None:
+        if self._silent:
+            self._publish()
         self._comm.flush()
         super().wait_entered(stream)
         device_stream(stream).flush()
 
     def wait_computed(self, stream: Stream) -> None:
+        if self._silent:
+            self._publish()
         self._comm.flush()
         super().wait_computed(stream)
         device_stream(stream).flush()
@@ -207,27 +279,39 @@ class DeviceExchange(OneSidedExchange):
             stream.run(lambda: self._note(stream, what, step, peer))
 
     def _finish(self) -> None:
-        comm, caller = self._comm, self.caller
+        caller, at_once = self.caller, self._at_once
+        if self._silent:
+            self._publish()
         if self._epoch % REFRESH_EVERY < self._region.depth:
-            comm.flush()
-            self._caller_mark()  # a kernel there may still be sending the rows that the flags stand for
+            if not at_once:
+                self._comm.flush()
+                self._caller_mark()  # a kernel there may still be sending the rows that the flags stand for
             self._refresh_flags()
-            self._comm_mark()
-        elif self._unsent or self._comm_count == self._comm_start:  # nothing, or not everything, was sent
-            self._comm_mark()
-        if comm.pending:
-            comm.flush()
-        self._mark(caller, "wait", -1)
+        if not at_once:
+            self._join_comm()
+        marked = self._is_marked
+        if marked:
+            self._mark(caller, "wait", -1)
         peers, expected = self.signals.peers, self._expected
         if len(expected) < len(peers):
             for peer in peers:
                 if peer not in expected:
                     self._expect_on(caller, peer)
-        caller.wait32(self._comm_word, self._comm_count)
-        self._mark(caller, "arrived", -1)
+        if not at_once:
+            caller.wait32(self._comm_word, self._comm_count)
+        if marked:
+            self._mark(caller, "arrived", -1)
         if self._epoch not in self._region.held:
             self._collect_credits(self._epoch)
         self._end()
+
+    def _join_comm(self) -> None:
+        """Have the comm stream say that it has done everything."""
+        refreshed = self._epoch % REFRESH_EVERY < self._region.depth
+        if refreshed or self._unsent or self._comm_count == self._comm_start:  # "sent" was not written, or too early
+            self._comm_mark()
+        if self._comm.pending:
+            self._comm.flush()
 
     def _expect_on(self, stream: DeviceStream, peer: int) -> None:
         self._expected.add(peer)
@@ -240,6 +324,8 @@ class DeviceExchange(OneSidedExchange):
 
     def _fail(self, error: BaseException) -> None:
         try:
+            if self._silent:
+                self._publish()
             self._comm.flush()  # the descriptor may be among it, and peers want to name it
         finally:
             super()._fail(error)
@@ -248,10 +334,11 @@ class DeviceExchange(OneSidedExchange):
     def _abandon(self) -> None:
         """After an error: join what was sent, so that the host learns when the device has no part in this any more."""
         try:
-            self._comm_mark()
-            self._comm.flush()
-            self.caller.wait32(self._comm_word, self._comm_count)
+            if not self._at_once:
+                self._comm_mark()
+                self._comm.flush()
+                self.caller.wait32(self._comm_word, self._comm_count)
             self._end()
-            self._channel.completed(self.descriptor, self.finished)
+            self._channel.completed(self.flight, self.finished)
         except TpOverlapError:
             logger.exception("the driver refused the end of an operation that had failed")

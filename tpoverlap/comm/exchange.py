@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tpoverlap.comm.copier import ENGINE, Copier, CopyJob
-from tpoverlap.comm.descriptor import Descriptor
+from tpoverlap.comm.in_flight import Flight
 from tpoverlap.comm.meter import MeteredOperation
+from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.signals import Signals, SlotRef
 from tpoverlap.comm.streams import Event, Stream
 from tpoverlap.memory.layout import MAX_PIECES
-from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
@@ -54,19 +54,16 @@ class Claim(NamedTuple):
     """What an operation has claimed when it starts.
 
     Attributes:
+        outline: what it is.
         epoch: which use of ``region`` it is.
-        descriptor: what the peers will be told about it.
-        steps: this rank's schedule.
-        partition: rows of each rank.
+        flight: it, as the watchdog sees it; its descriptor is what the peers will be told.
         caller: the stream that the caller's tensors are ordered on.
     """
 
+    outline: Outline
     region: Region
     epoch: int
-    descriptor: Descriptor
-    steps: tuple[Step, ...]
-    partition: TokenPartition
-    dtype: torch.dtype
+    flight: Flight
     caller: Stream
 
 
@@ -83,14 +80,15 @@ class Exchange(ABC):
     """
 
     def __init__(self, channel: Channel, claim: Claim) -> None:
-        region, epoch, descriptor, steps, partition, dtype, caller = claim
-        self.steps = steps
-        self.partition = partition
+        outline, region, epoch, flight, caller = claim
+        self.steps = outline.steps
+        self.partition = outline.partition
         self.rank = channel.rank
         self.tp_size = channel.tp_size
         self.caller = caller
         self.compute_streams = channel.compute_streams
-        self.dtype = dtype
+        self.dtype = outline.dtype
+        self._order = outline.order
         self.hands_out_slot = epoch in region.held
         self.copier: Copier = ENGINE
         self.finished: Event | None = None
@@ -99,12 +97,13 @@ class Exchange(ABC):
         self._channel = channel
         self._region = region
         self._epoch = epoch
-        self.descriptor = descriptor
+        self.flight = flight
+        self.descriptor = flight.descriptor
         self._comm = channel.comm_stream
         self._call = None if channel.trace is None else channel.trace.current()
         self._metered: MeteredOperation | None = None
         if channel.meter is not None and channel.trace is None:
-            self._metered = channel.meter.of(descriptor)
+            self._metered = channel.meter.of(self.descriptor)
             if self._metered is not None:
                 self._metered.mark("begin", -1)
         self._is_marked = channel.trace is not None or self._metered is not None
@@ -147,6 +146,21 @@ class Exchange(ABC):
     def wait(self, step: Step, stream: Stream) -> None:
         """``stream`` goes on once everything that ``step`` receives is in the local slot."""
         stream.enqueue(lambda: self._wait(step, stream))
+
+    def trade(self, source: torch.Tensor, base_row: int, own_element: int | None = None) -> None:
+        """Send every step's rows and wait for those of all peers: what a method does beside nothing.
+
+        Args:
+            source, base_row: as for `send`.
+            own_element: copy ``source`` into the local slot, too, at this element; None: no copy.
+        """
+        for step in self.steps:
+            self.send(step, source, base_row)
+        if own_element is not None:
+            self.copy_own(source, own_element)
+        for step in self.steps:
+            self.wait(step, self.caller)
+        self.wait_own(self.caller)
 
     def view(self, first_element: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Part of the local slot, typed. Valid until `finish`."""
@@ -196,7 +210,7 @@ class Exchange(ABC):
                 raise
             if self._metered is not None:
                 self._metered.mark("end", -1)
-            self._channel.completed(self.descriptor, self.finished)
+            self._channel.completed(self.flight, self.finished)
         finally:
             self._channel.leave()
 
@@ -312,7 +326,7 @@ class OneSidedExchange(Exchange):
             what = self._describe(transfer) + " (a free slot)"
             signals.wait_credit(comm, peer, ref, self._epoch - self._region.depth, what)
             if self._channel.before_copy is not None:
-                self._channel.before_copy(transfer)
+                self._channel.before_copy(comm, transfer)
             if gate is not None:
                 gate(comm, transfer)
             self._mark(comm, "send", transfer.step, peer)

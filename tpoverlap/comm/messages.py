@@ -71,7 +71,7 @@ class GlooExchange(Exchange):
         assert gate is None, "messages are not gated"
         for transfer in step.sends:
             if self._channel.before_copy is not None:
-                self._channel.before_copy(transfer)
+                self._channel.before_copy(self._comm, transfer)
             self._mark(self._comm, "send", transfer.step, transfer.destination)
             rows = source[transfer.row_start - base_row : transfer.row_stop - base_row].contiguous()
             work = self.mailbox.link.send(rows, transfer.destination, self._tag(transfer))

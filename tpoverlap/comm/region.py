@@ -11,6 +11,8 @@ from tpoverlap.comm.streams import Event
 from tpoverlap.memory.base import Arena
 from tpoverlap.memory.layout import ArenaLayout, require_fits
 
+_VIEWS = 256
+
 
 @dataclass
 class Region:
@@ -30,6 +32,7 @@ class Region:
     last_reader: dict[int, Event] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     _slots: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, int]] = field(default_factory=dict)
+    _views: dict[tuple[int, int, int, tuple[int, ...], torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slot_bytes = self.layout.regions[self.index].slot_bytes
@@ -49,18 +52,29 @@ class Region:
         Raises:
             CapacityError: it would end outside the slot.
         """
+        key = (rank, epoch % self.depth, first_element, shape, dtype)
+        found = self._views.get(key)
+        return self._new_view(*key) if found is None else found
+
+    def _new_view(
+        self, rank: int, slot: int, first_element: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         size = dtype.itemsize
         for length in shape:
             size *= length
         if first_element * dtype.itemsize + size > self.slot_bytes:
             require_fits(first_element * dtype.itemsize + size, self.slot_bytes, f"{list(shape)} of {dtype}")
-        key = (rank, epoch % self.depth, dtype)
-        whole, offset = self._slots.get(key) or self._whole_slot(*key)
+        whole, offset = self._slots.get((rank, slot, dtype)) or self._whole_slot(rank, slot, dtype)
         strides, stride = [], 1
         for length in reversed(shape):
             strides.append(stride)
             stride *= length
-        return whole.as_strided(shape, strides[::-1], offset + first_element)
+        if len(self._views) >= _VIEWS:
+            self._views.clear()
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            view = whole.as_strided(shape, strides[::-1], offset + first_element)
+        self._views[rank, slot, first_element, shape, dtype] = view
+        return view
 
     def _whole_slot(self, rank: int, slot: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
         """A slot as a flat tensor, and its first element in the arena: what views are cut from. Made once."""
@@ -73,3 +87,4 @@ class Region:
     def forget_views(self) -> None:
         """The arena is about to be closed."""
         self._slots.clear()
+        self._views.clear()

@@ -16,7 +16,8 @@ from tpoverlap.comm.diagnosis import AbortReason, blame
 from tpoverlap.errors import PeerTimeoutError, RankMismatchError, TpOverlapError
 
 if TYPE_CHECKING:
-    from tpoverlap.comm.channel import Channel, InFlight
+    from tpoverlap.comm.channel import Channel
+    from tpoverlap.comm.in_flight import Flight
 
 logger = logging.getLogger("tpoverlap")
 
@@ -89,7 +90,7 @@ def _look(channel: Channel, warned: set[int]) -> TpOverlapError | None:
     return _judge_age(channel, oldest, age_s, warned)
 
 
-def _judge_age(channel: Channel, oldest: InFlight, age_s: float, warned: set[int]) -> TpOverlapError | None:
+def _judge_age(channel: Channel, oldest: Flight, age_s: float, warned: set[int]) -> TpOverlapError | None:
     descriptor = oldest.descriptor
     missing = channel.diagnosis.missing_peers(descriptor.sequence)
     who = f"rank {', '.join(map(str, missing))} has not started it" if missing else "every rank has started it"

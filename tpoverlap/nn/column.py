@@ -22,7 +22,7 @@ and gather(x), so that ``backward_dw`` communicates nothing. Frozen weights: not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -55,16 +55,20 @@ class ColumnLinear(torch.autograd.Function):
         num_weights: int,
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        weights, biases = parameters[:num_weights], parameters[num_weights:]
-        assert all(weight is not None for weight in weights), "weights are never None"
-        outs = [x_shard_t.new_empty(partition.total, w.shape[0]) for w in weights if w is not None]
+        weights = cast("tuple[torch.Tensor, ...]", parameters[:num_weights])
+        biases = parameters[num_weights:]
+        outs, matrices, features = [], [], 0
+        for weight in weights:
+            width = weight.shape[0]
+            outs.append(x_shard_t.new_empty(partition.total, width))
+            matrices.append(weight.t())
+            features += width
         gathered: list[torch.Tensor] = []
         saves = saves_gathered(layer) and any(ctx.needs_input_grad[5 : 5 + num_weights])
 
         def keep(whole: torch.Tensor) -> None:
             gathered.append(whole.clone() if return_gathered else keepable(layer.manager, whole))
 
-        features = sum(out.shape[1] for out in outs)
         operation = layer.manager.operation(layer.fprop, partition, scatter=False, features=features)
         x_shard_t = x_shard_t.contiguous()  # saved like this, too: backward sends it again
         if operation.method == "sequential":
@@ -73,7 +77,7 @@ class ColumnLinear(torch.autograd.Function):
         gather_then_gemm(
             operation,
             x_shard_t,
-            RowGemm([w.t() for w in weights if w is not None], biases, outs),
+            RowGemm(matrices, biases, outs),
             keep if return_gathered or saves else None,
         )
         ctx.layer, ctx.partition, ctx.num_weights, ctx.return_gathered = layer, partition, num_weights, return_gathered

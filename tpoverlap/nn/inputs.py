@@ -85,7 +85,8 @@ def shard_partition(
             f"{comm.name}: {what} has {rows} rows, but rank {manager.rank} owns {own} of the active "
             f"T={resolved.total} (rows a rank: {list(resolved.counts)}); set the active shape of this microbatch"
         )
-    comm.require_capacity(resolved)
+    if resolved.total > comm.max_tokens or resolved.max_count > comm.max_rows_per_rank:
+        comm.require_capacity(resolved)
     if manager.channel is not None and manager.channel.holds(x_shard_t):
         _require_own_place(comm, x_shard_t, resolved)
     return resolved
@@ -124,7 +125,8 @@ def full_partition(
             f"{comm.name}: {what} has {x.shape[0]} rows, but the active shape says T={resolved.total}; "
             "set the active shape of this microbatch"
         )
-    comm.require_capacity(resolved)
+    if resolved.total > comm.max_tokens or resolved.max_count > comm.max_rows_per_rank:
+        comm.require_capacity(resolved)
     return resolved
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpoverlap.comm import all_gather_rows
+from tpoverlap.comm import Outline, all_gather_rows
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def gather_statistics(manager: UserBufferManager, what: str, own: torch.Tensor, 
         return own[None]
     size, count = manager.tp_size, own.shape[0]
     rows = TokenPartition.from_counts([count] * size)
-    announced = TokenPartition.balanced(own.shape[1], size)
-    with manager.channel.announced(f"cross entropy {what}", announced, own.dtype, vocab_size) as descriptor:
+    tokens = TokenPartition.balanced(own.shape[1], size)
+    with manager.channel.announced(Outline(f"cross entropy {what}", tokens, own.dtype, vocab_size)) as descriptor:
         finish = partial(manager.channel.finish_collective, descriptor)
         gathered = all_gather_rows(own.contiguous(), rows, manager.group, finish)
     return gathered.view(size, count, own.shape[1])

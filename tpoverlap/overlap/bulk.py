@@ -29,15 +29,31 @@ class PendingGather:
         self._waited = False
 
     def __enter__(self) -> PendingGather:
-        context, own = self._context, self._context.own_rows
-        self._exchange: Exchange = context.open_gather().__enter__()
-        for step in self._exchange.steps:
-            self._exchange.send(step, self._x_shard_t, own.start)
-        self._exchange.copy_own(self._x_shard_t, own.start * context.width)
+        at_once = self._context.method == "sequential"
+        exchange = self._exchange = self._context.open_gather(order="at_once" if at_once else "beside")
+        exchange.__enter__()
+        try:
+            self._send(exchange, at_once)
+        except BaseException as error:  # the block is not entered, so nobody else ends the operation
+            exchange.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
+    def _send(self, exchange: Exchange, at_once: bool) -> None:
+        own, x_shard_t = self._context.own_rows, self._x_shard_t
+        own_element = own.start * self._context.width
+        if at_once:
+            exchange.trade(x_shard_t, own.start, own_element)
+            self._waited = True
+            return
+        for step in exchange.steps:
+            exchange.send(step, x_shard_t, own.start)
+        exchange.copy_own(x_shard_t, own_element)
+
     def wait(self) -> None:
-        """The caller's stream goes on once everything is here."""
+        """The caller's stream goes on once everything is here; it is, from the start, if the method is sequential."""
+        if self._waited:
+            return
         for step in self._exchange.steps:
             self._exchange.wait(step, self._exchange.caller)
         self._exchange.wait_own(self._exchange.caller)
@@ -55,8 +71,7 @@ class PendingGather:
     def read(self, read_gathered: ReadGathered) -> None:
         """Call ``read_gathered`` with the gathered [T, H]: a view of the slot, not valid after leaving."""
         exchange = self._exchange
-        if not self._waited:
-            self.wait()
+        self.wait()
         whole = self.whole
         exchange.run(exchange.caller, lambda: read_gathered(whole), "read")
 

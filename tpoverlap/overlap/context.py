@@ -1,10 +1,10 @@
-"""What a method needs to know about the operation it runs. Built by the manager, one an operation."""
+"""What a method needs to know about the operation it runs. Built by the manager, and kept as long as T recurs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,9 @@ import torch
 
 from tpoverlap.comm import (
     Channel,
-    Copier,
     Exchange,
+    Order,
+    Outline,
     Step,
     Trace,
     all_gather_schedule,
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(slots=True, eq=False)  # not frozen: one is made an operation, and that takes several times as long
+@dataclass(slots=True, eq=False)
 class OperationContext:
     """One operation: where it communicates, by which method, over which partition.
+
+    The manager keeps it for the operations that are the same but for their time, so nothing here is an operation's own.
 
     Attributes:
         channel: None when R = 1, where nothing is communicated.
@@ -45,6 +48,7 @@ class OperationContext:
         detail: hash of what else all ranks must agree on: an FP8 recipe, the size of a vocabulary.
         plain: no registered buffer takes it (T above the capacity, or a name without one): sequential, on the group's
             own collectives.
+        overflow: T or a rank's rows are above the capacity.
     """
 
     channel: Channel | None
@@ -62,16 +66,18 @@ class OperationContext:
     packed_format: torch.dtype | None = None
     tag: str = ""
     detail: int = 0
+    overflow: bool = False
+    own_rows: slice = field(init=False, repr=False)
+    """This rank's rows."""
+    _outlines: dict[tuple[bool, int | None, Order], Outline] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.own_rows = self.partition.rows(self.rank)
 
     @property
     def uses_buffers(self) -> bool:
         """Whether ``sequential`` goes through the registered buffers, too."""
         return not self.plain and self.channel is not None and self.channel.backend.one_sided
-
-    @property
-    def own_rows(self) -> slice:
-        """This rank's rows."""
-        return self.partition.rows(self.rank)
 
     @property
     def tells_pieces(self) -> bool:
@@ -83,33 +89,57 @@ class OperationContext:
         config = self.config
         return _label(self.name, direction, self.method, config.num_splits, config.aggregate, self.tag)
 
-    def open_gather(self, max_piece_rows: int | None = None) -> Exchange:
-        """Start an all-gather on this operation's region, its chunks cut into pieces of at most that many rows."""
-        return self._open("all-gather", all_gather_schedule(self.partition, self.width, self.rank, max_piece_rows))
+    def open_gather(self, max_piece_rows: int | None = None, *, order: Order = "beside") -> Exchange:
+        """Start an all-gather on this operation's region.
 
-    def open_scatter(self, max_piece_rows: int | None = None) -> Exchange:
-        """Start a reduce-scatter on this operation's region, its chunks cut into pieces of at most that many rows."""
+        Args:
+            max_piece_rows: chunks are cut into pieces of at most that many rows; None: they are not.
+            order: see `tpoverlap.comm.Order`.
+        """
+        outline = self._outlines.get((False, max_piece_rows, order))
+        return self._open(outline or self._new_outline(False, max_piece_rows, order))
+
+    def open_scatter(self, max_piece_rows: int | None = None, *, order: Order = "beside") -> Exchange:
+        """Start a reduce-scatter on this operation's region. Arguments as for `open_gather`."""
+        outline = self._outlines.get((True, max_piece_rows, order))
+        return self._open(outline or self._new_outline(True, max_piece_rows, order))
+
+    def plainly(self, direction: str) -> Outline:
+        """For `Channel.announced`: the operation through the group's own collective."""
+        return Outline(self.label(direction), self.partition, self.dtype, self.detail)
+
+    def _new_outline(self, scatter: bool, max_piece_rows: int | None, order: Order) -> Outline:
+        found = self._outlines[scatter, max_piece_rows, order] = Outline(
+            self.label("reduce-scatter" if scatter else "all-gather"),
+            self.partition,
+            self.dtype,
+            self.detail,
+            region=self.region,
+            steps=self._scatter_steps(max_piece_rows) if scatter else self._gather_steps(max_piece_rows),
+            order=order,
+        )
+        return found
+
+    def _gather_steps(self, max_piece_rows: int | None) -> tuple[Step, ...]:
+        return all_gather_schedule(self.partition, self.width, self.rank, max_piece_rows)
+
+    def _scatter_steps(self, max_piece_rows: int | None) -> tuple[Step, ...]:
         trailer = 0 if self.packed_format is None else SCALE_BYTES
         if self.method == "pipeline":
-            steps = pipeline_schedule(
-                self.partition, self.width, self.rank, self.config.num_splits, self.column_granule, trailer
-            )
-        else:
-            steps = reduce_scatter_schedule(self.partition, self.width + trailer, self.rank, max_piece_rows)
-        return self._open("reduce-scatter", steps)
+            splits = self.config.num_splits
+            return pipeline_schedule(self.partition, self.width, self.rank, splits, self.column_granule, trailer)
+        return reduce_scatter_schedule(self.partition, self.width + trailer, self.rank, max_piece_rows)
 
-    def _open(self, direction: str, steps: tuple[Step, ...]) -> Exchange:
+    def _open(self, outline: Outline) -> Exchange:
         channel, config = self.channel, self.config
         assert channel is not None, "nothing to exchange when R = 1"
-        copier: Copier | None = None
-        if not config.use_ce and self.method in ("ring_exchange", "bulk", "fused"):
-            from tpoverlap.overlap.program_copier import program_copier
+        if config.use_ce or self.method not in ("ring_exchange", "bulk", "fused"):
+            return channel.open(outline)
+        from tpoverlap.overlap.program_copier import program_copier
 
-            copier = program_copier(channel, config.num_sm)  # raises before any rank waits where it cannot run
-        label = _label(self.name, direction, self.method, config.num_splits, config.aggregate, self.tag)
-        exchange = channel.open(self.region, label, steps, self.partition, self.dtype, self.detail)
-        if copier is not None:
-            exchange.copier = copier
+        copier = program_copier(channel, config.num_sm)  # raises before any rank waits where it cannot run
+        exchange = channel.open(outline)
+        exchange.copier = copier
         return exchange
 
     def nvtx_range(self, direction: str) -> AbstractContextManager[object]:

@@ -99,6 +99,4 @@ def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> Iterator[
             yield _DoneGather(sequential.gather_plainly(context, x_shard_t))
         else:
             with bulk.PendingGather(context, x_shard_t) as pending:
-                if context.method == "sequential":
-                    pending.wait()
                 yield pending

@@ -84,7 +84,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
     piece_rows = None
     if context.tells_pieces:
         piece_rows = scatter_piece_rows(partition, width, context.dtype.itemsize)
-    with context.open_scatter(piece_rows) as exchange:
+    with context.open_scatter(piece_rows, order="behind") as exchange:
         caller, steps = exchange.caller, exchange.steps
         summand = gemm.empty(partition.total, width)
         for whole_step in steps:  # step s receives from r - s and sends to r + s

@@ -35,7 +35,7 @@ def gather_plainly(context: OperationContext, x_shard_t: torch.Tensor) -> torch.
     if channel is None:
         return all_gather_rows(x_shard_t, partition, context.group)
     _mark(channel, "wait")
-    with channel.announced(context.label("all-gather"), partition, context.dtype, context.detail) as descriptor:
+    with channel.announced(context.plainly("all-gather")) as descriptor:
         _mark(channel, "arrived")
         _mark(channel, "collective_begin")
         finish = functools.partial(channel.finish_collective, descriptor)
@@ -53,7 +53,7 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
         _through_buffers(context, summands, lambda: None, out)
     else:
         _mark(channel, "wait")
-        with channel.announced(context.label("reduce-scatter"), partition, context.dtype, context.detail) as descriptor:
+        with channel.announced(context.plainly("reduce-scatter")) as descriptor:
             _mark(channel, "arrived")
             _mark(channel, "collective_begin")
             finish = functools.partial(channel.finish_collective, descriptor)
@@ -74,7 +74,6 @@ def all_gather(
     """See `tpoverlap.overlap.registry.gather_then_gemm`."""
     if context.uses_buffers:
         with bulk.PendingGather(context, x_shard_t) as gather:
-            gather.wait()
             gather.run_beside(lambda: gemm.rows(gather.whole, 0))  # beside nothing any more
             if read_gathered is not None:
                 gather.read(read_gathered)
@@ -103,10 +102,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
 
 def _through_buffers(context: OperationContext, summands: torch.Tensor, multiply: Work, out: torch.Tensor) -> None:
     """Compute ``summands``, then send all of them, then add."""
-    with context.open_scatter() as exchange:
+    with context.open_scatter(order="at_once") as exchange:
         exchange.run(exchange.caller, multiply, "gemm", 0)
-        for step in exchange.steps:
-            exchange.send(step, summands, 0)
-        for step in exchange.steps:
-            exchange.wait(step, exchange.caller)
+        exchange.trade(summands, 0)
         reduce_blocks(exchange, summands[context.own_rows], out)

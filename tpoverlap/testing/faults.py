@@ -66,9 +66,24 @@ def tracing(mgr: UserBufferManager) -> Iterator[Trace]:
 
 
 @contextmanager
-def before_transfers(
+def before_transfers(mgr: UserBufferManager, action: Callable[[Transfer], None], **which: Any) -> Iterator[None]:
+    """Call ``action(transfer)`` right before this rank's transfers copy or send their rows, on the stream that does.
+
+    Args:
+        mgr: whose transfers; blocks nest, the innermost acts first.
+        action: what to do; what it raises ends the operation.
+        which: only_source: act on this rank alone (the source is always this rank); only_destination: on transfers to
+            this rank; only_step: in this step of the schedule; None (the default): all. after: let that many matching
+            ones pass first; times: act at most that often, None: always.
+    """
+    with _before_transfers(mgr, lambda stream, transfer: action(transfer), **which):
+        yield
+
+
+@contextmanager
+def _before_transfers(
     mgr: UserBufferManager,
-    action: Callable[[Transfer], None],
+    action: Callable[[Stream, Transfer], None],
     *,
     only_source: int | None = None,
     only_destination: int | None = None,
@@ -76,21 +91,10 @@ def before_transfers(
     after: int = 0,
     times: int | None = None,
 ) -> Iterator[None]:
-    """Call ``action(transfer)`` on the comm stream, right before this rank's transfers copy or send their rows.
-
-    Args:
-        mgr: whose transfers; blocks nest, the innermost acts first.
-        action: what to do; what it raises ends the operation.
-        only_source: act on this rank alone (the source is always this rank); None: on every rank.
-        only_destination: act on transfers to this rank; None: to all.
-        only_step: act in this step of the schedule; None: in all.
-        after: let that many matching ones pass first.
-        times: act at most that often; None: always.
-    """
     channel = _channel(mgr)
     outer, seen = channel.before_copy, 0
 
-    def hook(transfer: Transfer) -> None:
+    def hook(stream: Stream, transfer: Transfer) -> None:
         nonlocal seen
         wanted = (
             only_source in (None, transfer.source)
@@ -100,9 +104,9 @@ def before_transfers(
         if wanted:
             seen += 1
             if seen > after and (times is None or seen <= after + times):
-                action(transfer)
+                action(stream, transfer)
         if outer is not None:
-            outer(transfer)
+            outer(stream, transfer)
 
     channel.before_copy = hook
     try:
@@ -114,8 +118,7 @@ def before_transfers(
 @contextmanager
 def delay_transfers(mgr: UserBufferManager, seconds: Seconds, **which: Any) -> Iterator[None]:
     """Each matching transfer waits before it copies; ``which``: see `before_transfers`."""
-    comm = _channel(mgr).comm_stream
-    with before_transfers(mgr, lambda transfer: pause(comm, seconds), **which):
+    with _before_transfers(mgr, lambda stream, transfer: pause(stream, seconds), **which):
         yield
 
 

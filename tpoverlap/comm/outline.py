@@ -1,0 +1,52 @@
+"""What an operation is, apart from when it runs: made once for a shape, used by every operation that repeats it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from tpoverlap.comm.descriptor import digest64, text_hash
+from tpoverlap.comm.schedule import Step
+from tpoverlap.tokens import TokenPartition
+
+Order = Literal["beside", "behind", "at_once"]
+"""How transfers and GEMMs lie, so that a device needs no more calls of its driver than that takes. beside: transfers
+from the start. behind: a GEMM comes before the first of them, and the descriptor travels with that. at_once: nothing
+runs beside them (`Exchange.trade`, or a kernel that moves the rows itself), so there is no comm stream.
+"""
+
+
+class Outline:
+    """All ranks must have the same one, but for ``steps``, which are each rank's own.
+
+    Args:
+        label: GEMM name, direction, method and the options that change the slot's layout.
+        partition: rows of each rank.
+        dtype: of the communicated rows.
+        detail: hash of what else the ranks must agree on.
+        region: "ag", "rs" or a later region; "": the operation claims no slot.
+        steps: this rank's schedule.
+        order: see `Order`.
+    """
+
+    __slots__ = ("_parts", "dtype", "label", "order", "partition", "region", "steps")
+
+    def __init__(
+        self,
+        label: str,
+        partition: TokenPartition,
+        dtype: torch.dtype,
+        detail: int = 0,
+        *,
+        region: str = "",
+        steps: tuple[Step, ...] = (),
+        order: Order = "beside",
+    ) -> None:
+        self.label, self.partition, self.dtype = label, partition, dtype
+        self.region, self.steps, self.order = region, steps, order
+        self._parts = partition.hash64, text_hash(str(dtype)), text_hash(label), detail
+
+    def digest(self, region: int, epoch: int) -> int:
+        """64 bits of everything that ranks compare, for use number ``epoch`` of the region with that index."""
+        return digest64(*self._parts, region, epoch)
