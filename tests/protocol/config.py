@@ -39,7 +39,8 @@ class Config:
             reduce-scatter region; lower case: the slot is *held* (``get_buffer``), its last reader may run until
             this rank starts the next-but-one operation on the region; S only compares descriptors (the
             ``sequential`` method, which moves its rows with plain collectives). G and F are `fused` AG and RS by copy
-            engine, L and M in one launch.
+            engine, L and M in one launch. T and U are AG and RS with nothing beside the transfers (order "at_once"), B
+            an RS that publishes its descriptor with the first transfer (order "behind").
         depth: slots a region.
         credit_lag: a source waits for the credit of ``u - credit_lag``; None: ``depth``, as it must be.
         ring: descriptors kept for each source.

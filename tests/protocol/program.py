@@ -25,6 +25,8 @@ from .words import Words
 
 FORMS = {"G": ("A", "engine"), "F": ("R", "engine"), "L": ("A", "launch"), "M": ("R", "launch")}
 """Letters of `fused`: region and form."""
+ORDERS = {"T": ("A", "at_once"), "U": ("R", "at_once"), "B": ("R", "behind")}
+"""Letters of operations whose `Outline.order` is not "beside": region and order."""
 
 
 def build(config: Config) -> Code:
@@ -56,12 +58,13 @@ class _RankBuilder(FusedSteps):
         held: dict[tuple[str, int], Op] = {}
         for number, (letter, variant) in enumerate(config.rank_ops(self.rank)):
             kind, form = FORMS.get(letter, (letter.upper(), ""))
+            kind, order = ORDERS.get(letter, (kind, "beside"))
             uses[kind] += 1
             op = Op(self.rank, number + 1, kind, uses[kind], variant, letter.islower(), form)
             if op.held:
                 held[kind, op.use] = op
             ended = held.pop((kind, op.use - config.depth), None)
-            self._operation(op, ended, comm, callers[kind], host)
+            self._operation(op, ended, order, comm, callers[kind], host)
         library = self._thread("library")
         if config.library:
             library.steps = self._library()
@@ -76,7 +79,7 @@ class _RankBuilder(FusedSteps):
         self.code.waited.append(self.waited)
         self.code.differs.append(self.differs)
 
-    def _operation(self, op: Op, ended: Op | None, comm: Thread, caller: Thread, host: Thread) -> None:
+    def _operation(self, op: Op, ended: Op | None, order: str, comm: Thread, caller: Thread, host: Thread) -> None:
         """Append one operation's steps; ``ended`` is the held use whose hold it ends."""
         broken = self.config.broken
         publish = [step for peer in self.peers for step in self._publish(op, peer)]
@@ -108,8 +111,9 @@ class _RankBuilder(FusedSteps):
         if "host_publishes" in broken:
             host.steps += publish
         elif "late_descriptor" not in broken:
-            sends[1:1] = publish  # after the gate
-        if self.config.one_queue:
+            place = 2 if order == "behind" and self.config.gated else 1
+            sends[place:place] = publish  # after the gate, or after the first rows were computed
+        if self.config.one_queue or order == "at_once":
             first, second = (receives, sends) if "waiter_first" in broken else (sends, receives)
             caller.steps += head + first + second + tail
         else:

@@ -50,6 +50,18 @@ HOLDS = [
     Scenario("a caller's stream for each region", Config(ops="ARA", caller_streams=2)),
     Scenario("the smallest ring with events, 2", Config(ops="ARASRA", ring=2)),
     Scenario("the smallest ring with credits alone, depth + 1", Config(ops="AAAA", gated=False, ring=3)),
+    # the caller's stream alone, and a descriptor that comes late
+    Scenario("all at once", Config(ops="TUTUA")),
+    Scenario("all at once between others", Config(ops="ATRUT")),
+    Scenario("all at once, a held slot", Config(ops="aTTRU")),
+    Scenario("all at once, a rank without rows", Config(ops="TUATU", rowless=0)),
+    Scenario("a descriptor with the first transfer", Config(ops="BABRB")),
+    Scenario("CUDA: all at once, a rank stops anywhere", Config(ops="TUAT", dies=0, device=True)),
+    Scenario("CUDA: all at once, a rank gives up", Config(ops="TA", gives_up=(0,), device=True), reduce=True),
+    Scenario("CUDA: all at once, a rank deviates", Config(ops="TUTU", device=True, deviates=(0, 1, "T"))),
+    Scenario("CPU: a late descriptor, a rank deviates", Config(ops="BAB", deviates=(0, 1, "skip"))),
+    Scenario("CUDA: a late descriptor, a rank stops anywhere", Config(ops="BAB", dies=0, device=True)),
+    _three("three ranks, all at once", ops="TUB"),
     # fused: the computed flag, and the one-launch form's order of waits
     Scenario("fused by copy engine", Config(ops="FGFFR")),
     Scenario("fused by copy engine, two pieces", Config(ops="GFF", pieces=(2,))),
