@@ -81,10 +81,11 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
     from triton.compiler import ASTSource
 
     from tpoverlap.gemm.triton import scatter_gemm, tile_gemm, tiles
-    from tpoverlap.gemm.triton.compiled import packed_layout
+    from tpoverlap.gemm.triton.compiled import SCATTER_GEMM, TILE_GEMM, packed_layout
 
     module = scatter_gemm if given.pop("kernel", "") == "scatter_gemm" else tile_gemm
     kernel = getattr(module, module.__name__.rsplit(".")[-1])
+    ours = SCATTER_GEMM if module is scatter_gemm else TILE_GEMM
     tile = tiles._HALF[tile_index][0]
     constants = {
         **dict.fromkeys(("HAS_OWN", "HAS_BIAS", "HAS_ADDEND", "GATED", "SIGNALS", "SUM_GATED", "ADDRESSED"), False),
@@ -136,7 +137,7 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
                 "wide_stores": ptx.count("st.global.v4.b32"),
                 "wide_loads": ptx.count("ld.global.v4.b32"),
                 "carried": _carried(binary.asm["ttgir"]),
-                "packed": len(packed_layout(binary).offsets),
+                "packed": len(packed_layout(ours, binary).offsets),
                 "parameters": ptx.count(".param .", 0, ptx.index("{")),
                 "shared_bytes": binary.metadata.shared,
                 "spills": _stack_bytes(binary.asm["cubin"]),

@@ -134,8 +134,9 @@ def test_a_thread_without_a_context_tries_again() -> None:
         lambda binary: setattr(binary.metadata, "global_scratch_size", 64),
         lambda binary: setattr(binary.metadata, "tensordesc_meta", None),
         lambda binary: binary.src.signature.update(table=("*i32", "i32")),
+        lambda binary: binary.src.signature.update(table_2=binary.src.signature.pop("num_rows")),
     ],
-    ids=["other parameters", "scratch memory", "no description of maps", "a tuple"],
+    ids=["other parameters", "scratch memory", "no description of maps", "a tuple", "another name"],
 )
 def test_what_is_not_known_is_launched_by_triton(
     change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -87,7 +87,7 @@ class CompiledKernels:
         """Compile and load a variant, unless that was done before, by launching it with ``arguments()``."""
         if (kernel.name, variant) not in self._compiled:
             binary = launch_slowly(kernel, 1, arguments(), constants, tile)
-            self._compiled[kernel.name, variant] = binary, _layout(binary)
+            self._compiled[kernel.name, variant] = binary, _layout(kernel, binary)
 
     def prepare(
         self,
@@ -153,16 +153,16 @@ def launch_slowly(
     return kernel.load()[(programs,)](*given, *constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
-def _layout(binary: Any) -> ParameterLayout | None:
+def _layout(kernel: Kernel, binary: Any) -> ParameterLayout | None:
     """How ``binary`` takes its parameters; None, with a warning: only Triton knows, and launches it."""
     try:
-        return packed_layout(binary)
+        return packed_layout(kernel, binary)
     except (LayoutError, AttributeError) as error:
         logger.warning("kernels of method 'fused' are launched by Triton, which takes longer: %s", error)
         return None
 
 
-def packed_layout(binary: Any) -> ParameterLayout:
+def packed_layout(kernel: Kernel, binary: Any) -> ParameterLayout:
     """How ``binary`` takes its parameters.
 
     Raises:
@@ -176,6 +176,10 @@ def packed_layout(binary: Any) -> ParameterLayout:
         if getattr(metadata, name, plain) != plain:
             raise LayoutError(f"{name} is {getattr(metadata, name)}")
     layout = ParameterLayout.of(binary.src.signature, binary.asm["ptx"])
+    if not set(layout.places) <= set(kernel.arguments):
+        raise LayoutError(
+            f"arguments {sorted(map(str, set(layout.places) - set(kernel.arguments)))} are not the kernel's"
+        )
     described = sum(1 for _, code in layout.places.values() if not code)
     maps = list(metadata.tensordesc_meta or ())
     if len(maps) != described or not all(one and not one.get("is_im2col") for one in maps):
