@@ -22,8 +22,9 @@ from tpoverlap.config import SUPPORTED
 from tpoverlap.config.resolver import resolve
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton import PieceRows, RowBlock
-from tpoverlap.gemm.triton.gates import Gate, Received
+from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.launcher import GemmLauncher
+from tpoverlap.gemm.triton.operation_rows import OperationRows
 from tpoverlap.overlap import fused
 from tpoverlap.overlap.fused_form import FORMS
 from tpoverlap.testing import faults, relative_error
@@ -88,7 +89,8 @@ def alone(rank: int, size: int, device_type: str, folder: str) -> list[dict[str,
         pieces = (PieceRows(64, half, half + half // 2), PieceRows(65, half + half // 2, tokens))
         others = (RowBlock(half, tokens, pieces),)
         out = torch.full_like(twin, float("nan"))
-        gate = Gate(flags.data_ptr(), 3)
+        rows_of_all = OperationRows(RowBlock(0, half), others)
+        slot = Slot(x.data_ptr(), flags.data_ptr())
         row: dict[str, Any] = {
             "T": tokens,
             "K": depth,
@@ -97,7 +99,7 @@ def alone(rank: int, size: int, device_type: str, folder: str) -> list[dict[str,
         }
 
         def gathered() -> None:
-            launcher.gathered_rows(x[:half], RowBlock(0, half), x, others, weight.t(), None, out, gate)()  # noqa: B023
+            launcher.gathered_rows(rows_of_all, x[:half], slot, lambda *_: x, weight.t(), None, out, 3)()  # noqa: B023
 
         row["gathered_rows"] = _judge(watch, device, gathered, out, twin)
         gemm = PartialGemm([x], [weight.t()])
@@ -105,22 +107,23 @@ def alone(rank: int, size: int, device_type: str, folder: str) -> list[dict[str,
         staging = torch.full_like(twin, float("nan"))
 
         def partial_rows() -> None:
-            launcher.partial_rows(gemm, others, staging, counters)()  # noqa: B023
+            launcher.partial_rows(rows_of_all, gemm, staging, counters)()  # noqa: B023
 
         row["partial_rows"] = _judge(watch, device, partial_rows, staging[half:], twin[half:])
         counters.zero_()
         partial_rows()
         _sync(device)
-        wanted = launcher.tiles_per_word(gemm, others)
+        wanted = launcher.tiles_per_word(rows_of_all, gemm)
         row["counted"] = {str(word): (int(counters[word]), tiles) for word, tiles in wanted.items()}
         assert all(counted == tiles for counted, tiles in row["counted"].values()), row["counted"]
         received = _draw(device, dtype, tokens - half, width, 3)
         block = RowBlock(half, tokens, tuple(PieceRows(i, p.start, p.stop) for i, p in enumerate(pieces)))
+        own_block = OperationRows(block)
         own_out = torch.full_like(twin[half:], float("nan"))
-        arrived = Received(received.data_ptr(), 0, 2, Gate(flags.data_ptr(), 3), 64)
+        arrived = Slot(received.data_ptr(), flags.data_ptr(), 0, 2, 64)
 
         def own_rows() -> None:
-            launcher.own_rows(gemm, block, own_out, arrived)()  # noqa: B023
+            launcher.own_rows(own_block, gemm, own_out, arrived, 3)()  # noqa: B023
 
         flags.fill_(3)
         total = (torch.mm(x[half:].float(), weight.t().float()) + received.float()).to(dtype)

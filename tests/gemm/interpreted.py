@@ -16,9 +16,10 @@ import torch
 from tpoverlap.gemm import PartialGemm
 from tpoverlap.gemm.triton import PieceRows, RowBlock, TilePlan, TileShape, push_plan
 from tpoverlap.gemm.triton.copy_launcher import CopyLauncher
-from tpoverlap.gemm.triton.gates import Gate, Received
-from tpoverlap.gemm.triton.launcher import GemmLauncher
-from tpoverlap.gemm.triton.push_plan import Push, PushPlan, PushTo, RemoteBlock
+from tpoverlap.gemm.triton.gates import Slot
+from tpoverlap.gemm.triton.launcher import GemmLauncher, View
+from tpoverlap.gemm.triton.operation_rows import OperationRows
+from tpoverlap.gemm.triton.push_plan import Push, PushPlan, RemoteBlock
 from tpoverlap.testing.numeric import assert_close_to_twin
 
 TILE = TileShape(16, 32, 32, 1, 4, group=2)
@@ -46,6 +47,16 @@ class Case:
         assert_close_to_twin(actual, twin.to(self.dtype), reference, what=f"{what} {self.dtype} tma={self.tma}")
 
 
+def view_of(slot: torch.Tensor) -> View:
+    """The slot that ``slot`` is, seen as the launcher asks."""
+
+    def view(first: int, shape: tuple[int, ...]) -> torch.Tensor:
+        assert first == 0 and shape == tuple(slot.shape), (first, shape)
+        return slot
+
+    return view
+
+
 def arrivals(case: Case) -> None:
     """A thread writes rows and flags, late and in order, while the kernel spins; any epoch; T not a multiple."""
     blocks = (
@@ -60,9 +71,10 @@ def arrivals(case: Case) -> None:
         late = threading.Thread(target=_arrive, args=(blocks, x, slot, flags, epoch))
         late.start()
         matrix = weight.t() if number % 2 else weight.t().contiguous()
-        case.launcher.gathered_rows(
-            x[20:45].contiguous(), RowBlock(20, 45), slot, blocks, matrix, bias, out, Gate(flags.data_ptr(), epoch)
-        )()
+        rows = OperationRows(RowBlock(20, 45), blocks)
+        place = Slot(slot.data_ptr(), flags.data_ptr())
+        own = x[20:45].contiguous()
+        case.launcher.gathered_rows(rows, own, place, view_of(slot), matrix, bias, out, epoch)()
         late.join()
         reference = x.double() @ weight.double().t() + bias.double()
         case.close(out, torch.addmm(bias, x, weight.t()), reference, f"epoch {epoch}")
@@ -84,7 +96,8 @@ def gives_up(case: Case) -> None:
     flags = torch.zeros(8, dtype=torch.int32)
     flags[0] = 3
     blocks = (RowBlock(16, 64, (PieceRows(0, 16, 32), PieceRows(1, 32, 64))),)
-    impatient.gathered_rows(x[:16], RowBlock(0, 16), x, blocks, weight.t(), None, out, Gate(flags.data_ptr(), 3))()
+    rows, place = OperationRows(RowBlock(0, 16), blocks), Slot(x.data_ptr(), flags.data_ptr())
+    impatient.gathered_rows(rows, x[:16], place, view_of(x), weight.t(), None, out, 3)()
     assert impatient.gave_up
     assert torch.isnan(out[32:]).all(), "what was not waited for may not look like a number"
     assert not torch.isnan(out[:16]).any(), "own rows depend on nobody"
@@ -99,14 +112,15 @@ def counts(case: Case) -> None:
     counters = torch.full((128,), (1 << 31) - 3, dtype=torch.int32, device=case.device)  # wraps to negative
     start = counters.clone()
     expected: dict[int, int] = {}
+    asked = OperationRows(RowBlock(9, 30), blocks)
     for num_terms in (1, 2, 3):
         lefts = [case.draw(70, 24 + 8 * term) for term in range(num_terms)]
         matrices = [case.draw(24 + 8 * term, 40) for term in range(num_terms)]
         gemm = PartialGemm(lefts, matrices, case.draw(70, 40) if num_terms == 2 else None, case.draw(40))
         out = case.empty(70, 40)
-        for word, tiles in case.launcher.tiles_per_word(gemm, blocks).items():
+        for word, tiles in case.launcher.tiles_per_word(asked, gemm).items():
             expected[word] = expected.get(word, 0) + tiles
-        case.launcher.partial_rows(gemm, blocks, out, counters)()
+        case.launcher.partial_rows(asked, gemm, out, counters)()
         reference = sum(left.double() @ matrix.double() for left, matrix in zip(lefts, matrices, strict=True))
         if gemm.addend is not None:
             reference = reference + gemm.addend.double()
@@ -128,7 +142,7 @@ def adds(case: Case) -> None:
         gemm = PartialGemm([case.draw(50, 40)], [case.draw(24, 40).t()], case.draw(50, 24), case.draw(24))
         blocks = case.draw(num_ranks - 1, 37, 24) * 100  # so that the order of additions shows
         out = case.empty(37, 24)
-        case.launcher.own_rows(gemm, rows, out, Received(blocks.data_ptr(), rank, num_ranks))()
+        case.launcher.own_rows(OperationRows(rows), gemm, out, Slot(blocks.data_ptr(), 0, rank, num_ranks), 0)()
         own = gemm.lefts[0][5:42].float() @ gemm.matrices[0].float()
         assert gemm.addend is not None and gemm.bias is not None
         own = own + gemm.addend[5:42].float() + gemm.bias.float()
@@ -159,8 +173,8 @@ def adds_late(case: Case) -> None:
 
     late = threading.Thread(target=arrive)
     late.start()
-    received = Received(slot.data_ptr(), rank, num_ranks, Gate(flags.data_ptr(), 9), words)
-    case.launcher.own_rows(gemm, rows, out, received)()
+    received = Slot(slot.data_ptr(), flags.data_ptr(), rank, num_ranks, words)
+    case.launcher.own_rows(OperationRows(rows), gemm, out, received, 9)()
     late.join()
     own = gemm.lefts[0][10:50].float() @ gemm.matrices[0].float()
     exact = sent[0].double() + gemm.lefts[0][10:50].double() @ gemm.matrices[0].double() + sent[1].double()
@@ -171,8 +185,8 @@ def pushes(case: Case) -> None:
     """The gather's kernel also copies own rows into a peer's slot: every row, every flag, and no flag too early."""
     x, weight = case.draw(50, 40), case.draw(24, 40)
     ready = torch.full((256,), 5, dtype=torch.int32, device=case.device)
-    rows = (Push(1, 0, 13, 20, 64, 0), Push(1, 13, 30, 33, 65, 1))
     others = (RowBlock(0, 20, (PieceRows(0, 0, 20),)),)
+    rows = OperationRows(RowBlock(20, 50), others, (Push(1, 0, 13, 20, 64, 0), Push(1, 13, 30, 33, 65, 1)))
     for late in (False, True):
         slot, flags = case.empty(60, 40), torch.zeros(64, dtype=torch.int32, device=case.device)
         peers = torch.tensor([[0, 0], [slot.data_ptr(), flags.data_ptr()]], device=case.device)
@@ -180,10 +194,9 @@ def pushes(case: Case) -> None:
         launcher = GemmLauncher(case.device, 20.0, tile=case.tile, use_tma=case.use_tma)
         # As if a program had yet to copy the last part of each piece.
         with patch.object(PushPlan, "of", _without_last_parts if late else PushPlan.of):
-            launcher.gathered_rows(
-                x[20:].contiguous(), RowBlock(20, 50), x, others, weight.t(), None, out, Gate(ready.data_ptr(), 5),
-                PushTo(rows, peers),
-            )()  # fmt: skip
+            place = Slot(x.data_ptr(), ready.data_ptr(), 0, 2, 64, peers)
+            own = x[20:].contiguous()
+            launcher.gathered_rows(rows, own, place, view_of(x), weight.t(), None, out, 5, pushes=True)()
         case.close(out, torch.mm(x, weight.t()), x.double() @ weight.double().t(), "beside pushes")
         assert flags.tolist()[:3] == ([0, 0, 0] if late else [5, 5, 0])
         if not late:
@@ -210,6 +223,7 @@ def scatters(case: Case) -> None:
         RemoteBlock(RowBlock(0, 10, (PieceRows(0, 0, 10),)), 0, 10),
     )
     own = RowBlock(10, 50, (PieceRows(0, 10, 50),))
+    rows = OperationRows(own, tuple(entry.block for entry in remote), (), remote)
     sent = case.draw(2, 40, 72)
     ready = torch.full((256,), 5, dtype=torch.int32, device=case.device)
     launcher = GemmLauncher(case.device, 20.0, tile=case.tile, use_tma=case.use_tma)
@@ -224,8 +238,7 @@ def scatters(case: Case) -> None:
             launcher = GemmLauncher(case.device, 20.0, tile=case.tile, use_tma=case.use_tma)
             counted = _one_tile_more
         with patch.object(TilePlan, "tiles_per_word", counted):
-            arrived = Received(sent.data_ptr(), 1, 3, Gate(ready.data_ptr(), 5), 64)
-            launcher.scatter_rows(gemm, remote, own, out, arrived, peers)()
+            launcher.scatter_rows(rows, gemm, out, Slot(sent.data_ptr(), ready.data_ptr(), 1, 3, 64, peers), 5)()
         twin = gemm.empty(80, 72)
         gemm.rows(0, 80, twin)
         assert gemm.addend is not None and gemm.bias is not None

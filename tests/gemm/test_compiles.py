@@ -41,6 +41,7 @@ def test_all_gather(tile_index: int) -> None:
     assert found["acquires"] >= 2, "the flag is read before the spin and in it"
     assert found["shared_bytes"] <= 227 * 1024, found
     assert not found["spills"], found
+    assert found["packed"] == found["parameters"], "the block of parameters is what the binary declares"
 
 
 @pytest.mark.parametrize("tile_index", [0, 1])
@@ -61,6 +62,7 @@ def test_all_gather_in_one_launch(tile_index: int) -> None:
     assert found["wide_stores"] and found["wide_loads"], "rows are pushed in 16-byte vectors"
     assert found["flags"] == 1, "one place sets flags at peers, with release order at system scope"
     assert found["counted_after_barrier"], "one thread counts what all threads have stored"
+    assert found["packed"] == found["parameters"], "the block of parameters is what the binary declares"
 
 
 @pytest.mark.parametrize("tile_index", [1, 3, 4])
@@ -69,6 +71,7 @@ def test_reduce_scatter_in_one_launch(tile_index: int) -> None:
     assert found["wgmma"] and found["bulk_loads"] and found["spills"] <= 64, found
     assert found["wide_stores"] and found["flags"] == 1 and found["acquires"] >= 2, found
     assert found["counted_after_barrier"], "one thread counts what all threads have stored"
+    assert found["packed"] == found["parameters"], "the block of parameters is what the binary declares"
 
 
 def main(tile_index: int, given: dict[str, Any]) -> None:
@@ -78,9 +81,11 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
     from triton.compiler import ASTSource
 
     from tpoverlap.gemm.triton import scatter_gemm, tile_gemm, tiles
+    from tpoverlap.gemm.triton.compiled import SCATTER_GEMM, TILE_GEMM, packed_layout
 
     module = scatter_gemm if given.pop("kernel", "") == "scatter_gemm" else tile_gemm
     kernel = getattr(module, module.__name__.rsplit(".")[-1])
+    ours = SCATTER_GEMM if module is scatter_gemm else TILE_GEMM
     tile = tiles._HALF[tile_index][0]
     constants = {
         **dict.fromkeys(("HAS_OWN", "HAS_BIAS", "HAS_ADDEND", "GATED", "SIGNALS", "SUM_GATED", "ADDRESSED"), False),
@@ -132,6 +137,8 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
                 "wide_stores": ptx.count("st.global.v4.b32"),
                 "wide_loads": ptx.count("ld.global.v4.b32"),
                 "carried": _carried(binary.asm["ttgir"]),
+                "packed": len(packed_layout(ours, binary).offsets),
+                "parameters": ptx.count(".param .", 0, ptx.index("{")),
                 "shared_bytes": binary.metadata.shared,
                 "spills": _stack_bytes(binary.asm["cubin"]),
             }

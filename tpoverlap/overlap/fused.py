@@ -19,28 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Final, Literal
 
 import torch
 
-from tpoverlap.comm import (
-    Channel,
-    OneSidedExchange,
-    Transfer,
-)
+from tpoverlap.comm import Channel, OneSidedExchange, Transfer
 from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.streams import Stream
 from tpoverlap.errors import BackendUnavailableError, PeerTimeoutError
 from tpoverlap.gemm import PartialGemm, RowGemm
-from tpoverlap.gemm.triton import PieceRows, RowBlock, require_kernels
-from tpoverlap.gemm.triton.gates import Gate, Received
-from tpoverlap.gemm.triton.launcher import GemmLauncher, Launch
+from tpoverlap.gemm.triton import require_kernels
+from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.overlap import fused_launch
 from tpoverlap.overlap.context import OperationContext
-from tpoverlap.overlap.fused_blocks import counter_word, gather_blocks, scatter_blocks
+from tpoverlap.overlap.fused_blocks import Slots, counter_word, gather_rows, last_words, scatter_rows
 from tpoverlap.overlap.fused_form import choose_form
-from tpoverlap.tokens import TokenPartition
 
 ReadGathered = Callable[[torch.Tensor], None]
 
@@ -64,6 +59,7 @@ class PieceCounters:
     def __init__(self, device: torch.device, tp_size: int) -> None:
         self._words = tp_size * MAX_PIECES
         self._counters = torch.zeros(_COUNTED_OPERATIONS, self._words, dtype=torch.int32, device=device)
+        self._rows = self._counters.unbind()  # made once: an index costs as much as a launch
         self._totals = [[0] * self._words for _ in range(_COUNTED_OPERATIONS)]
         self._uses = 0
 
@@ -71,10 +67,10 @@ class PieceCounters:
         """Counters for one more operation, and the value of each word once all its tiles are done (mod 2**32)."""
         turn = self._uses % _COUNTED_OPERATIONS
         self._uses += 1
-        totals = self._totals[turn]
+        totals, targets = self._totals[turn], {}
         for word, tiles in tiles_per_word.items():
-            totals[word] = (totals[word] + tiles) & MASK
-        return self._counters[turn], {word: totals[word] for word in tiles_per_word}
+            targets[word] = totals[word] = (totals[word] + tiles) & MASK
+        return self._rows[turn], targets
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class _Kernels:
 
     launcher: GemmLauncher
     counters: PieceCounters
-    peers: fused_launch.PeerTables
+    slots: Slots
 
 
 def all_gather(
@@ -92,29 +88,25 @@ def all_gather(
     """Own rows first, straight from ``x_shard_t``; others as they arrive. See `registry.gather_then_gemm`."""
     if read_gathered is None and gemm.matrices and _one_launch(context, "gather"):
         kernels = _kernels(context, fused_launch.RESERVED_PROGRAMS)
-        fused_launch.all_gather(context, kernels.launcher, kernels.peers, x_shard_t, gemm)
+        fused_launch.all_gather(context, kernels.launcher, kernels.slots, x_shard_t, gemm)
         return
     kernels = _kernels(context)
-    partition, width, own = context.partition, context.width, context.own_rows
-    piece_rows = _piece_rows(partition, width, context.dtype, _GATHER_PIECES)
+    launcher, partition, width = kernels.launcher, context.partition, context.width
+    piece_rows = _piece_rows(partition.max_count, width, context.dtype.itemsize, _GATHER_PIECES)
+    rows = gather_rows(partition.counts, width, context.rank, piece_rows)
     with context.open_gather(piece_rows) as exchange:
         assert isinstance(exchange, OneSidedExchange), "checked before"
         caller = exchange.caller
-        whole = exchange.view(0, (partition.total, width))
         needs_own_copy = read_gathered is not None or exchange.hands_out_slot
-        blocks = gather_blocks(partition, width, context.rank, piece_rows)
-        own_block = RowBlock(own.start, own.stop)
-        arrivals = exchange.arrivals
-        gate = Gate(arrivals.address, arrivals.epoch)
-        launches = [  # prepared before the first wait: a binary that is loaded may have to wait for the device
-            kernels.launcher.gathered_rows(x_shard_t, own_block, whole, blocks, matrix, bias, out, gate)
-            for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True)
-        ]
+        slot, epoch = kernels.slots.at(context.region)
+        launches = []  # prepared before the first wait: a binary that is loaded may have to wait for the device
+        for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True):
+            launches.append(launcher.gathered_rows(rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch))
         for step in exchange.steps:
-            exchange.send(step, x_shard_t, own.start)
+            exchange.send(step, x_shard_t, rows.own.start)
         if needs_own_copy:
-            exchange.copy_own(x_shard_t, own.start * width)
-        if kernels.launcher.interpreted and not context.config.use_ce:
+            exchange.copy_own(x_shard_t, rows.own.start * width)
+        if launcher.interpreted and not context.config.use_ce:
             caller.wait(exchange.sent())  # interpreted kernels of one process run one at a time
         exchange.wait_entered(caller)
         for number, launch in enumerate(launches):
@@ -125,6 +117,7 @@ def all_gather(
         if needs_own_copy:
             exchange.wait_own(caller)
         if read_gathered is not None:
+            whole = exchange.view(0, (partition.total, width))
             exchange.run(caller, lambda: read_gathered(whole), "read")
 
 
@@ -135,28 +128,29 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
     """
     if _one_launch(context, "scatter"):
         kernels = _kernels(context, fused_launch.RESERVED_PROGRAMS)
-        fused_launch.reduce_scatter(context, kernels.launcher, kernels.peers, gemm, out)
+        fused_launch.reduce_scatter(context, kernels.launcher, kernels.slots, gemm, out)
         return
     kernels = _kernels(context)
-    launcher, partition, own = kernels.launcher, context.partition, context.own_rows
-    piece_rows = _piece_rows(partition, context.width, context.dtype, _SCATTER_PIECES)
+    launcher, partition, width = kernels.launcher, context.partition, context.width
+    piece_rows = _piece_rows(partition.max_count, width, context.dtype.itemsize, _SCATTER_PIECES)
+    parts = partition.counts, width, context.rank, piece_rows
+    rows, last_word = scatter_rows(*parts), last_words(*parts)
     with context.open_scatter(piece_rows) as exchange:
         assert isinstance(exchange, OneSidedExchange), "checked before"
         caller = exchange.caller
-        staging = gemm.empty(partition.total, context.width)
-        blocks = scatter_blocks(partition, context.width, context.rank, piece_rows)
-        counters, targets = kernels.counters.next(launcher.tiles_per_word(gemm, blocks))
-        last_words = {step.sends[-1].destination: counter_word(step.sends[-1]) for step in exchange.steps if step.sends}
-        own_rows = _own_rows(launcher, exchange, gemm, out, own)
+        staging = gemm.empty(partition.total, width)
+        counters, targets = kernels.counters.next(launcher.tiles_per_word(rows, gemm))
+        slot, epoch = kernels.slots.at(context.region)
+        own_rows = launcher.own_rows(rows, gemm, out, slot, epoch) if out.shape[0] else None
         allocated = caller.record()  # before the kernel: sends follow its counters, not its end
-        if blocks:
+        if rows.others:
             # Both launches are prepared by now: nothing is compiled or loaded between them, while streams wait.
-            exchange.run(caller, launcher.partial_rows(gemm, blocks, staging, counters), "gemm", 1)
+            exchange.run(caller, launcher.partial_rows(rows, gemm, staging, counters), "gemm", 1)
 
         def until_computed(stream: Stream, transfer: Transfer) -> None:
             word = counter_word(transfer)
             stream.wait_counter(counters, word, targets[word])
-            if word == last_words[transfer.destination]:
+            if word == last_word[transfer.destination]:
                 exchange.announce_computed(transfer)
 
         for step in exchange.steps:
@@ -168,22 +162,6 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
             exchange.run(caller, own_rows, "gemm", 0)
 
 
-def _own_rows(
-    launcher: GemmLauncher, exchange: OneSidedExchange, gemm: PartialGemm, out: torch.Tensor, own: slice
-) -> Launch | None:
-    """The second kernel: own rows and what the peers send of them; None without own rows."""
-    count = own.stop - own.start
-    if count == 0:
-        return None
-    received = exchange.view(0, (exchange.tp_size - 1, count, gemm.width))
-    arrivals = exchange.arrivals
-    # Every source cuts the rows alike, so the pieces of one stand for all.
-    pieces = tuple(PieceRows(t.piece, t.row_start, t.row_stop) for t in exchange.steps[0].receives)
-    gate = Gate(arrivals.address, arrivals.epoch)
-    blocks = Received(received.data_ptr(), exchange.rank, exchange.tp_size, gate, MAX_PIECES)
-    return launcher.own_rows(gemm, RowBlock(own.start, own.stop, pieces), out, blocks)
-
-
 def _one_launch(context: OperationContext, direction: Literal["gather", "scatter"]) -> bool:
     # Copy programs were asked for: then these do the copying.
     return context.config.use_ce and choose_form(direction, context.partition.total) == "one_launch"
@@ -191,28 +169,29 @@ def _one_launch(context: OperationContext, direction: Literal["gather", "scatter
 
 def _kernels(context: OperationContext, reserve: int = 0) -> _Kernels:
     """Raises BackendUnavailableError, before any rank waits, where the method cannot run."""
-    channel = context.channel
+    channel, config = context.channel, context.config
     assert channel is not None, "R = 1 is sequential"
-    if not channel.backend.one_sided:
-        raise BackendUnavailableError(
-            f"{context.name}: method 'fused' waits for flags in mapped peer memory, which backend "
-            f"{channel.backend.name!r} does not have; use method 'ring_exchange'"
-        )
-    require_kernels(channel.device, f"{context.name}: method 'fused'")
-    config = context.config
     # Copy programs need multiprocessors that no spinning kernel holds; the copy engine needs none.
     reserve = reserve if config.use_ce else config.num_sm
     if channel.shares_gpu:
         reserve = max(reserve, _SHARED_GPU_PROGRAMS)
-    return channel.resource(f"fused/{reserve}", lambda: _make_kernels(channel, reserve))
+    return channel.resource(f"fused/{reserve}", partial(_make_kernels, channel, reserve, context.name))
 
 
-def _make_kernels(channel: Channel, reserve: int) -> _Kernels:
+def _make_kernels(channel: Channel, reserve: int, name: str) -> _Kernels:
+    if not channel.backend.one_sided:
+        raise BackendUnavailableError(
+            f"{name}: method 'fused' waits for flags in mapped peer memory, which backend "
+            f"{channel.backend.name!r} does not have; use method 'ring_exchange'"
+        )
+    require_kernels(channel.device, f"{name}: method 'fused'")
     limit_s = _GIVE_UP_FACTOR * channel.timeout_s + _GIVE_UP_EXTRA_S
     launcher = GemmLauncher(channel.device, limit_s, reserve)
 
+    error = launcher.error
+
     def gave_up() -> BaseException | None:
-        if not launcher.gave_up:
+        if not error[0]:
             return None
         return PeerTimeoutError(
             f"rank {channel.rank}: a kernel of method 'fused' waited more than {limit_s:g} s for rows of a peer and "
@@ -220,14 +199,14 @@ def _make_kernels(channel: Channel, reserve: int) -> _Kernels:
         )
 
     channel.probes.append(gave_up)
-    return _Kernels(launcher, PieceCounters(channel.device, channel.tp_size), fused_launch.PeerTables(channel))
+    return _Kernels(launcher, PieceCounters(channel.device, channel.tp_size), Slots(channel))
 
 
-def _piece_rows(
-    partition: TokenPartition, width: int, dtype: torch.dtype, table: tuple[tuple[int | None, int], ...]
-) -> int:
-    """Most rows of a piece: the same on every rank, because it is computed from what they agree on."""
-    rows = max(partition.counts)
-    chunk_bytes = rows * width * dtype.itemsize
+@lru_cache(maxsize=1024)
+def _piece_rows(rows: int, width: int, itemsize: int, table: tuple[tuple[int | None, int], ...]) -> int:
+    """Most rows of a piece, where ``rows`` is the largest shard's: the same on every rank, because it is computed from
+    what they agree on.
+    """
+    chunk_bytes = rows * width * itemsize
     pieces = next(count for below, count in table if below is None or chunk_bytes < below)
     return max(1, -(-rows // (pieces * _PIECE_ROWS)) * _PIECE_ROWS)

@@ -1,4 +1,4 @@
-"""The binaries of the GEMM kernels, and a launch that skips what Triton does again at every call.
+"""The binaries of the GEMM kernels by variant, and launches of them that are prepared once.
 
 Triton's own launch looks at every argument to find the binary that fits: with this many, that costs more than 100 us. A
 caller that names its variant gets the binary by one look-up.
@@ -7,13 +7,20 @@ caller that names its variant gets the binary by one look-up.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from tpoverlap.gemm.triton.kernel_driver import KernelDriver
+from tpoverlap.gemm.triton.parameters import LayoutError, ParameterLayout
+from tpoverlap.gemm.triton.prepared import Described, InterpretedLaunch, PackedLaunch, Prepared, TritonLaunch
+from tpoverlap.gemm.triton.tensor_maps import TensorMaps
 from tpoverlap.gemm.triton.tiles import TileShape
+
+logger = logging.getLogger("tpoverlap")
 
 
 @dataclass(frozen=True)
@@ -22,16 +29,6 @@ class Kernel:
 
     name: str
     arguments: tuple[str, ...]
-
-    @property
-    def epoch(self) -> int:
-        """Where the epoch is."""
-        return self.arguments.index("epoch")
-
-    @property
-    def counters(self) -> int | None:
-        """Where the counters are, if there are any."""
-        return self.arguments.index("counters") if "counters" in self.arguments else None
 
     def load(self) -> Any:
         """Triton's function."""
@@ -67,87 +64,17 @@ SCATTER_GEMM: Final = Kernel("scatter_gemm", (
 ))  # fmt: skip
 
 
-class _Map:
-    """What a launch needs of a ``TensorDescriptor``, without its checks: `describable` made them."""
-
-    __slots__ = ("address", "padding", "shape", "strides")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.address = tensor.data_ptr()
-        self.shape = list(tensor.shape)
-        self.strides = list(tensor.stride())
-        self.padding = "zero"
-
-    @property
-    def base(self) -> _Map:
-        """Stands in for the tensor."""
-        return self
-
-    def data_ptr(self) -> int:
-        """The tensor's address."""
-        return self.address
-
-
-class _Described:
-    """A tensor and a block shape: a full descriptor or a `_Map`, whichever the launch needs."""
-
-    __slots__ = ("block_shape", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, block_shape: tuple[int, int]) -> None:
-        self.tensor = tensor
-        self.block_shape = block_shape
-
-    def full(self) -> Any:
-        """Triton's own."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        tensor = self.tensor
-        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(self.block_shape))
-
-
-class Prepared:
-    """A launch of which only the epoch and the counters change. Keeps addresses, not the caller's tensors.
-
-    Attributes:
-        keeps: memory that the kernel uses and nobody else holds.
-    """
-
-    def __init__(
-        self, kernel: Kernel, run: Callable[..., object], arguments: list[Any], keeps: Sequence[Any] = ()
-    ) -> None:
-        self._run = run
-        self._arguments = arguments
-        self._epoch, self._counters = kernel.epoch, kernel.counters
-        self.keeps = keeps
-
-    def launch(self, epoch: int, counters: torch.Tensor | None) -> None:
-        """Launch on the current stream."""
-        arguments = self._arguments
-        arguments[self._epoch] = signed32(epoch)
-        if counters is not None and self._counters is not None:
-            arguments[self._counters] = self._shown(counters)
-        self._run(*arguments)
-
-    def _shown(self, counters: torch.Tensor) -> Any:
-        return counters.data_ptr()
-
-
-class PreparedInterpreted(Prepared):
-    """For the interpreter, which wants tensors."""
-
-    def _shown(self, counters: torch.Tensor) -> Any:
-        return counters
-
-
 class CompiledKernels:
     """Binaries by variant. A variant names everything that a binary depends on; who launches must see to that."""
 
-    def __init__(self) -> None:
-        self._compiled: dict[Any, Any] = {}
+    def __init__(self, driver: KernelDriver | None) -> None:
+        self._driver = driver
+        self._maps = None if driver is None else TensorMaps(driver)
+        self._compiled: dict[Any, tuple[Any, ParameterLayout | None]] = {}
 
     def descriptor(self, tensor: torch.Tensor, block_shape: tuple[int, int]) -> Any:
         """For a launch: ``tensor`` in blocks of that shape, by tensor map."""
-        return _Described(tensor, block_shape)
+        return Described(tensor, block_shape)
 
     def load(
         self,
@@ -159,7 +86,8 @@ class CompiledKernels:
     ) -> None:
         """Compile and load a variant, unless that was done before, by launching it with ``arguments()``."""
         if (kernel.name, variant) not in self._compiled:
-            self._compiled[kernel.name, variant] = launch_slowly(kernel, 1, arguments(), constants, tile)
+            binary = launch_slowly(kernel, 1, arguments(), constants, tile)
+            self._compiled[kernel.name, variant] = binary, _layout(kernel, binary)
 
     def prepare(
         self,
@@ -169,13 +97,22 @@ class CompiledKernels:
         arguments: tuple[Any, ...],
         constants: tuple[Any, ...],
         tile: TileShape,
+        moving: Mapping[str, int],
         keeps: Sequence[Any] = (),
     ) -> Prepared:
-        """A launch of a loaded variant. ``arguments[0]``, the table, is kept alive, and ``keeps``; other tensors are
-        not.
+        """A launch of a loaded variant, on the current stream.
+
+        Args:
+            moving: arguments whose addresses each launch gives anew, with their place among these. Their tensors are
+                not kept alive; those of all other arguments must live as long as ``keeps`` or the process.
+            keeps: memory that the kernel uses and nobody else holds.
         """
-        run = self._compiled[kernel.name, variant][(programs, 1, 1)]
-        return Prepared(kernel, run, [arguments[0], *map(_for_launch, arguments[1:]), *constants], keeps)
+        assert self._driver is not None and self._maps is not None, "not interpreted"
+        binary, layout = self._compiled[kernel.name, variant]
+        if layout is None:
+            return TritonLaunch(kernel.arguments, binary[(programs, 1, 1)], arguments, constants, moving, keeps)
+        given = dict(zip(kernel.arguments, arguments, strict=True))
+        return PackedLaunch(self._driver, self._maps, layout, binary, programs, given, moving, keeps)
 
 
 class InterpretedKernels(CompiledKernels):
@@ -199,34 +136,55 @@ class InterpretedKernels(CompiledKernels):
         arguments: tuple[Any, ...],
         constants: tuple[Any, ...],
         tile: TileShape,
+        moving: Mapping[str, int],
         keeps: Sequence[Any] = (),
     ) -> Prepared:
-        def run(*given: Any) -> None:
+        def run(given: Sequence[Any]) -> None:
             launch_slowly(kernel, programs, given, constants, tile)
 
-        return PreparedInterpreted(kernel, run, list(arguments), keeps)
+        return InterpretedLaunch(kernel.arguments, run, arguments)
 
 
 def launch_slowly(
     kernel: Kernel, programs: int, arguments: Sequence[Any], constants: tuple[Any, ...], tile: TileShape
 ) -> Any:
     """Triton's own launch; returns the binary (None in the interpreter)."""
-    given = [value.full() if value.__class__ is _Described else value for value in arguments]
+    given = [value.full() if value.__class__ is Described else value for value in arguments]
     return kernel.load()[(programs,)](*given, *constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
-def signed32(value: int) -> int:
-    """``value`` modulo 2**32 as a signed word, which Triton always passes as 32 bits."""
-    return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
+def _layout(kernel: Kernel, binary: Any) -> ParameterLayout | None:
+    """How ``binary`` takes its parameters; None, with a warning: only Triton knows, and launches it."""
+    try:
+        return packed_layout(kernel, binary)
+    except (LayoutError, AttributeError) as error:
+        logger.warning("kernels of method 'fused' are launched by Triton, which takes longer: %s", error)
+        return None
 
 
-def _for_launch(value: Any) -> Any:
-    """Addresses instead of tensors: Triton asks the driver about every pointer that comes as an object, and a prepared
-    launch must not keep activations alive.
+def packed_layout(kernel: Kernel, binary: Any) -> ParameterLayout:
+    """How ``binary`` takes its parameters.
+
+    Raises:
+        LayoutError: in a way that a plain launch cannot serve.
     """
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    return _Map(value.tensor) if value.__class__ is _Described else value
+    metadata = binary.metadata
+    for name, plain in (
+        ("num_ctas", 1), ("launch_pdl", False), ("launch_cooperative_grid", False), ("global_scratch_size", 0),
+        ("profile_scratch_size", 0),
+    ):  # fmt: skip
+        if getattr(metadata, name, plain) != plain:
+            raise LayoutError(f"{name} is {getattr(metadata, name)}")
+    layout = ParameterLayout.of(binary.src.signature, binary.asm["ptx"])
+    if not set(layout.places) <= set(kernel.arguments):
+        raise LayoutError(
+            f"arguments {sorted(map(str, set(layout.places) - set(kernel.arguments)))} are not the kernel's"
+        )
+    described = sum(1 for _, code in layout.places.values() if not code)
+    maps = list(metadata.tensordesc_meta or ())
+    if len(maps) != described or not all(one and not one.get("is_im2col") for one in maps):
+        raise LayoutError(f"{described} tensor maps, described by {maps}")
+    return layout
 
 
 def describable(tensor: torch.Tensor) -> bool:

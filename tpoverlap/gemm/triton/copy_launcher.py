@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from tpoverlap.gemm.triton.compiled import signed32
+from tpoverlap.gemm.triton.prepared import signed32
 
 _VECTOR_BYTES: Final = 16
 _UNITS: Final = 8192

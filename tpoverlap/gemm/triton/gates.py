@@ -1,28 +1,27 @@
-"""What the tiles of a kernel wait for: words in memory, and rows that peers send. Addresses, no transport."""
+"""Where tiles find what peers send, and the words that tell when it is there. Addresses, no transport."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Gate:
-    """Words that gated tiles wait for: int32 at ``address``, indexed by the plan's words, to reach ``epoch``."""
-
-    address: int
-    epoch: int
+import torch
 
 
-@dataclass(frozen=True)
-class Received:
-    """What peers sent of own rows: at ``address`` one block [rows, N] a peer, in rank order, this ``rank`` left out.
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One slot of a region on this rank. Made once and compared by identity: launches are found again by it.
 
-    ``gate``: words of the blocks, ``words_per_rank`` a source rank, which the tiles wait for before they add; None: all
-    is there.
+    Attributes:
+        data: its address: rows [T, K] of a gather; of a scatter one block [T_r, N] a peer, in rank order, ``rank``
+            left out.
+        words: address of int32 [R, words_per_rank], by source rank, which reach the epoch; 0: all is there.
+        peers: int64 [R, 2] on the device: address of each rank's slot, and of this rank's words in it; None: nothing is
+            sent by kernels.
     """
 
-    address: int
-    rank: int
-    num_ranks: int
-    gate: Gate | None = None
+    data: int
+    words: int
+    rank: int = 0
+    num_ranks: int = 2
     words_per_rank: int = 0
+    peers: torch.Tensor | None = None

@@ -78,16 +78,6 @@ def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr() % 16 == 0, tensor.shape[-1], tensor.stride(0)
 
 
-def places(*tensors: torch.Tensor | None) -> list[Any]:
-    """Where tensors lie and how, without keeping them alive."""
-    return [None if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]
-
-
-def has_tma(device: torch.device) -> bool:
-    """Whether the device copies tiles by tensor map."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def precision(dtype: torch.dtype) -> str:
     """As torch multiplies: float32 in full unless the user allowed TF32."""
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"

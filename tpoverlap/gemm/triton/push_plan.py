@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-import torch
-
 from tpoverlap.gemm.triton.tile_plan import RowBlock
 
 LEAST_PART_BYTES: Final = 16 * 1024
@@ -27,19 +25,6 @@ class Push:
     slot_row: int
     word: int
     piece: int
-
-
-@dataclass(frozen=True)
-class PushTo:
-    """Where the peers' slots are.
-
-    Attributes:
-        pushes: what goes there.
-        peers: int64 [R, 2] on the device: address of each rank's slot, and of this rank's arrival words in it.
-    """
-
-    pushes: tuple[Push, ...]
-    peers: torch.Tensor
 
 
 @dataclass(frozen=True)

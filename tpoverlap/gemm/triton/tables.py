@@ -8,20 +8,23 @@ from typing import Any, Final
 
 import torch
 
+from tpoverlap.gemm.triton.kernel_driver import KernelDriver
+
 _MAX_TABLES: Final = 512
 
 
 class DeviceTables:
     """Tables of one device, by the identity of what they were made from (which the entry keeps alive)."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, driver: KernelDriver | None) -> None:
         self._device = device
+        self._driver = driver
         self._on_host = device.type == "cpu"
         self._tables: OrderedDict[tuple[int, ...], tuple[Any, torch.Tensor]] = OrderedDict()
 
     def get(self, origin: Sequence[Any], rows: Sequence[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """``rows`` on the device, for the current stream; ``origin``: cached objects that they were made from."""
-        stream = 0 if self._on_host else torch.cuda.current_stream(self._device).cuda_stream
+        stream = 0 if self._driver is None else self._driver.current_stream()
         # By identity: hashing hundreds of rows would cost more than the rest of a launch.
         key = (*map(id, origin), stream)
         if key in self._tables:
