@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpoverlap.errors import ConfigError
-from tpoverlap.nn.attention import packed_attention
 from tpoverlap.nn.elementwise import HeadLayout
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.linear import Linear
 from tpoverlap.nn.parallel_layer import Output
 from tpoverlap.nn.parameters import InitMethod, describe_parameter, divided, resolve_manager
+from tpoverlap.nn.qkv_attention import qkv_attention
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.nn.sequences import CuSeqlens, PackedSequences, packed_sequences
 from tpoverlap.nn.shard_spec import ShardSpec
-from tpoverlap.nn.split_qkv import require_table, split_qkv
+from tpoverlap.nn.split_qkv import require_table
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -178,8 +178,7 @@ class MultiheadAttention(torch.nn.Module):
         """[T, (A + 2 G) d / R] -> [T, A d / R]."""
         if rotary is None and self.rotary_base is not None:
             rotary = sequences.rotary(self.head_dim, self.rotary_base)
-        q, k, v = split_qkv(mixed, rotary, self._heads)
-        return packed_attention(q, k, v, sequences, causal=self.causal).flatten(1)
+        return qkv_attention(mixed, rotary, self._heads, sequences, causal=self.causal)
 
     def _num_tokens(self, x: torch.Tensor, partition: TokenPartition | None) -> int:
         """T, before anything is communicated: an error about ``cu_seqlens`` must not leave the other ranks waiting."""
