@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -18,10 +20,49 @@ import tpoverlap as tpo
 from tests.costs.call_ranks import _no_collective
 from tests.costs.null_device import NullBackend
 from tpoverlap.comm import collectives
+from tpoverlap.nn import norm, qkv_attention
+from tpoverlap.nn.elementwise import gated, qkv_heads
+from tpoverlap.nn.elementwise.launch import DirectKernel
 from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.bench.compute_only import Resident, without_collectives
 
 TOKENS, HIDDEN, FFN, HEADS, GROUPS = 64, 32, 64, 4, 2
+
+
+CUDA = "compute only, calls as on CUDA"
+LABELS = ("with operations", "compute only", CUDA)
+
+
+class _NoFunction:
+    """In place of a Triton function and of its binary: launches nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: self
+
+
+@contextmanager
+def _like_cuda() -> Iterator[None]:
+    """The host calls what it calls on CUDA: kernels (that do nothing), one operator for attention and for norms."""
+
+    def flash_forward(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        return torch.empty_like(q), q, q, q
+
+    def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
+        return q, k, v
+
+    def one_operator(x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return torch.layer_norm(x, shape, weight, None, eps)
+
+    with ExitStack() as stack:
+        for module in (gated, qkv_heads):
+            stack.enter_context(mock.patch.object(module, "runs_kernels", lambda x: True))
+            pair = (DirectKernel(_NoFunction(), 4), DirectKernel(_NoFunction(), 4))
+            stack.enter_context(mock.patch.object(module, "_kernels", partial(tuple, pair)))
+        stack.enter_context(mock.patch.object(qkv_attention, "_takes_flash", lambda mixed, layout: True))
+        stack.enter_context(mock.patch.object(qkv_attention, "flash_forward", flash_forward))
+        stack.enter_context(mock.patch.object(qkv_attention, "flash_backward", flash_backward))
+        stack.enter_context(mock.patch.object(norm.F, "rms_norm", one_operator))
+        yield
 
 
 @dataclass(frozen=True)
@@ -59,7 +100,7 @@ def layer_calls(rank: int, size: int) -> dict[str, LayerCalls]:
         for patch in patches:
             patch.start()
         try:
-            for label in ("with operations", "compute only"):
+            for label in LABELS:
                 torch.manual_seed(0)
                 layer = tpo.nn.TransformerLayer(
                     HIDDEN,
@@ -72,10 +113,11 @@ def layer_calls(rank: int, size: int) -> dict[str, LayerCalls]:
                     rotary_base=10_000.0,
                     manager=mgr,
                 )
-                if label == "compute only":
+                if label.startswith("compute only"):
                     draw = (torch.randn(TOKENS, HIDDEN) for _ in range(2))
                     without_collectives(layer, Resident(*draw))
-                found[label] = _count(_Step(layer, partition, rank))
+                with _like_cuda() if label == CUDA else nullcontext():
+                    found[label] = _count(_Step(layer, partition, rank))
         finally:
             for patch in patches:
                 patch.stop()

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.errors import ConfigError
+from tpoverlap.nn.autograd import apply, differentiable_once
 from tpoverlap.nn.elementwise import gated_backward, gated_forward
 
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
@@ -54,7 +54,7 @@ def activate(name: str, h: torch.Tensor) -> torch.Tensor:
         return PLAIN_ACTIVATIONS[name](h)
     if not (h.requires_grad and torch.is_grad_enabled()):
         return gated_forward(h, _GATE_OF[name])
-    result: torch.Tensor = _Gated.apply(h, _GATE_OF[name])  # type: ignore[no-untyped-call]
+    result: torch.Tensor = apply(_Gated, h, _GATE_OF[name])
     return result
 
 
@@ -68,7 +68,7 @@ class _Gated(torch.autograd.Function):
         return gated_forward(h, gate)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (h,) = ctx.saved_tensors
         return gated_backward(grads[0], h, ctx.gate), None

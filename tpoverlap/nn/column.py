@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.nn.autograd import differentiable_once
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import LayerView, grads_of
 from tpoverlap.overlap import (
@@ -55,16 +55,17 @@ class ColumnLinear(torch.autograd.Function):
         num_weights: int,
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        weights, biases = parameters[:num_weights], parameters[num_weights:]
-        assert all(weight is not None for weight in weights), "weights are never None"
-        outs = [x_shard_t.new_empty(partition.total, w.shape[0]) for w in weights if w is not None]
+        weights = [weight for weight in parameters[:num_weights] if weight is not None]
+        assert len(weights) == num_weights, "weights are never None"
+        biases = parameters[num_weights:]
+        outs = [x_shard_t.new_empty(partition.total, weight.shape[0]) for weight in weights]
         gathered: list[torch.Tensor] = []
         saves = saves_gathered(layer) and any(ctx.needs_input_grad[5 : 5 + num_weights])
 
         def keep(whole: torch.Tensor) -> None:
             gathered.append(whole.clone() if return_gathered else keepable(layer.manager, whole))
 
-        features = sum(out.shape[1] for out in outs)
+        features = sum([out.shape[1] for out in outs])
         operation = layer.manager.operation(layer.fprop, partition, scatter=False, features=features)
         x_shard_t = x_shard_t.contiguous()  # saved like this, too: backward sends it again
         if operation.method == "sequential":
@@ -73,17 +74,17 @@ class ColumnLinear(torch.autograd.Function):
         gather_then_gemm(
             operation,
             x_shard_t,
-            RowGemm([w.t() for w in weights if w is not None], biases, outs),
+            RowGemm([weight.t() for weight in weights], biases, outs),
             keep if return_gathered or saves else None,
         )
         ctx.layer, ctx.partition, ctx.num_weights, ctx.return_gathered = layer, partition, num_weights, return_gathered
         # The parameters themselves: what autograd unpacks under recomputation is not them, but has no main_grad.
-        ctx.parameters = weights if grads_of(layer).needs_parameters else ()
+        ctx.parameters = tuple(weights) if grads_of(layer).needs_parameters else ()
         ctx.save_for_backward(gathered[0] if saves else keepable(layer.manager, x_shard_t), *weights)
         return (*outs, *gathered) if return_gathered else tuple(outs)
 
     @staticmethod
-    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    @differentiable_once  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer: LayerCommunicators = ctx.layer
         x, *weights = ctx.saved_tensors
@@ -117,6 +118,7 @@ class ColumnBackward:
         needs_weights: list[bool],
     ) -> None:
         self.layer = layer
+        self._manager: Any = layer.manager
         self.partition = partition
         self.x = x
         self.parameters = parameters
@@ -124,7 +126,7 @@ class ColumnBackward:
         self.needs_weights = needs_weights
         self.grads = grads_of(layer)
         self.input_grad = input_grad
-        self.features = sum(grad.shape[1] for grad in output_grads)  # T enters the choice of method by this shape
+        self.features = sum([grad.shape[1] for grad in output_grads])  # T enters the choice of method by this shape
         self.weight_grads: list[torch.Tensor | None] = [None] * len(needs_weights)
 
     def run(self, needs_x: bool) -> torch.Tensor | None:
@@ -197,10 +199,6 @@ class ColumnBackward:
             communicator, self.partition, scatter=scatter, beside=beside, features=self.features
         )
         return operation
-
-    @property
-    def _manager(self) -> Any:
-        return self.layer.manager
 
 
 def saves_gathered(layer: LayerCommunicators) -> bool:

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.nn.attention import packed_attention
+from tpoverlap.nn.autograd import apply, differentiable_once
 from tpoverlap.nn.elementwise import HeadLayout, merge_rotate, split_rotate
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.nn.sequences import PackedSequences
@@ -62,7 +62,7 @@ def qkv_attention(
     if not (mixed.requires_grad and torch.is_grad_enabled()):
         q, k, v = split_rotate(mixed, cos, sin, layout)
         return flash_forward(q, k, v, sequences, causal)[0].flatten(1)
-    out: Tensor = _QkvAttention.apply(mixed, cos, sin, layout, sequences, causal)  # type: ignore[no-untyped-call]
+    out: Tensor = apply(_QkvAttention, mixed, cos, sin, layout, sequences, causal)
     return out
 
 
@@ -113,7 +113,7 @@ class _QkvAttention(torch.autograd.Function):
         return found[0].view(q.shape[0], -1)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         cos, sin, q, k, v, *found = ctx.saved_tensors
         dout = grads[0].view(q.shape) if grads[0].is_contiguous() else grads[0].reshape(q.shape)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.errors import ActiveShapeError
+from tpoverlap.nn.autograd import apply, differentiable_once
 from tpoverlap.nn.elementwise import HeadLayout, merge_rotate, split_rotate, split_rotate_twin
 from tpoverlap.nn.rotary import RotaryTable
 
@@ -32,7 +32,7 @@ def split_qkv(mixed: Tensor, table: RotaryTable | None, layout: HeadLayout) -> t
         return split_rotate_twin(mixed, cos, sin, layout)  # angles that train: autograd's own way
     if not mixed.requires_grad:
         return split_rotate(mixed, cos, sin, layout)
-    result: tuple[Tensor, Tensor, Tensor] = _SplitQkv.apply(mixed, cos, sin, layout)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor, Tensor] = apply(_SplitQkv, mixed, cos, sin, layout)
     return result
 
 
@@ -48,7 +48,7 @@ class _SplitQkv(torch.autograd.Function):
         return split_rotate(mixed, cos, sin, layout)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (dq, dk, dv), (cos, sin) = grads, ctx.saved_tensors
         return merge_rotate(dq, dk, dv, cos, sin, ctx.layout), None, None, None
