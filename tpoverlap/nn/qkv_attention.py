@@ -14,6 +14,7 @@ every release, and cost the host one call each way. Elsewhere it is `split_qkv` 
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import Any, Final
 
@@ -26,6 +27,8 @@ from tpoverlap.nn.elementwise import HeadLayout, merge_rotate, split_rotate
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.nn.sequences import PackedSequences
 from tpoverlap.nn.split_qkv import split_qkv
+
+logger = logging.getLogger("tpoverlap")
 
 _FORWARD: Final = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"),
@@ -138,7 +141,15 @@ def _has_flash(device: torch.device) -> bool:
     """Whether this torch has the operators in the form that is called here, and kernels for ``device``."""
     if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    return bool(torch.backends.cuda.is_flash_attention_available()) and operators_fit()
+    if torch.backends.cuda.is_flash_attention_available() and operators_fit():
+        return True
+    logger.warning(
+        "%s: torch %s has no flash operators in the form that is called here; attention goes through "
+        "torch.nn.attention.varlen or flash-attn, which costs the host more",
+        device,
+        torch.__version__,
+    )
+    return False
 
 
 def operators_fit() -> bool:
