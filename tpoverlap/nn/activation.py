@@ -5,7 +5,7 @@
 ==========================  ==============================  ==========================================================
 gelu, relu, silu, srelu     act(h)                          gelu is the tanh approximation, as in Transformer Engine
 qgelu                       h sigmoid(1.702 h)
-geglu, reglu, swiglu        act(g) u                        act is gelu, relu, silu
+geglu, reglu, swiglu        act(g) u                        act is gelu, relu, silu; one kernel each way on CUDA
 ==========================  ==============================  ==========================================================
 """
 
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.errors import ConfigError
+from tpoverlap.nn.autograd import apply, differentiable_once
+from tpoverlap.nn.elementwise import gated_backward, gated_forward
 
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,21 +35,6 @@ PLAIN_ACTIVATIONS: Mapping[str, Pointwise] = MappingProxyType(
     }
 )
 _GATE_OF: Mapping[str, str] = MappingProxyType({"geglu": "gelu", "reglu": "relu", "swiglu": "silu"})
-
-
-def _silu_gradient(dy: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
-    torch.ops.aten.silu_backward.grad_input(dy, g, grad_input=out)
-
-
-def _gelu_gradient(dy: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
-    torch.ops.aten.gelu_backward.grad_input(dy, g, approximate="tanh", grad_input=out)
-
-
-def _relu_gradient(dy: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
-    torch.ops.aten.threshold_backward.grad_input(dy, g, 0, grad_input=out)
-
-
-_WRITE_GRADIENT = MappingProxyType({"silu": _silu_gradient, "gelu": _gelu_gradient, "relu": _relu_gradient})
 
 
 def require_activation(name: str) -> None:
@@ -66,29 +52,23 @@ def activate(name: str, h: torch.Tensor) -> torch.Tensor:
     """Apply activation ``name`` to fc1's output."""
     if name not in _GATE_OF:
         return PLAIN_ACTIVATIONS[name](h)
-    result: torch.Tensor = _Gated.apply(h, _GATE_OF[name])  # type: ignore[no-untyped-call]
+    if not (h.requires_grad and torch.is_grad_enabled()):
+        return gated_forward(h, _GATE_OF[name])
+    result: torch.Tensor = apply(_Gated, h, _GATE_OF[name])
     return result
 
 
 class _Gated(torch.autograd.Function):
-    """act(g) * u for [g, u] side by side. Saved: h alone. backward writes both halves of dh [T, 2F] in place, where
-    autograd's own would pad each half with zeros and add the two.
-    """
+    """act(g) * u for [g, u] side by side. Saved: h [T, 2F] alone; see `tpoverlap.nn.elementwise.gated`."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, gate: str) -> torch.Tensor:
-        g, u = h.chunk(2, dim=-1)
         ctx.gate = gate
         ctx.save_for_backward(h)
-        return PLAIN_ACTIVATIONS[gate](g) * u
+        return gated_forward(h, gate)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (h,), dy = ctx.saved_tensors, grads[0]
-        g, u = h.chunk(2, dim=-1)
-        dh = torch.empty_like(h, memory_format=torch.contiguous_format)
-        dg, du = dh.chunk(2, dim=-1)
-        torch.mul(dy, PLAIN_ACTIVATIONS[ctx.gate](g), out=du)
-        _WRITE_GRADIENT[ctx.gate](dy * u, g, dg)
-        return dh, None
+        (h,) = ctx.saved_tensors
+        return gated_backward(grads[0], h, ctx.gate), None

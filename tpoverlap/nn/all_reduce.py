@@ -28,10 +28,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import CommOverlap
 from tpoverlap.gemm import PartialGemm
+from tpoverlap.nn.autograd import differentiable_once
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import LayerView
 from tpoverlap.overlap import gemm_then_scatter, open_gather
@@ -96,7 +96,7 @@ class ColumnWhole(torch.autograd.Function):
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
     @staticmethod
-    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    @differentiable_once  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer: LayerView = ctx.layer
         x, weight = ctx.saved_tensors
@@ -132,7 +132,7 @@ class RowWhole(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # as above
+    @differentiable_once  # as above
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer: LayerView = ctx.layer
         x, weight = ctx.saved_tensors

@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import CommOverlap
+from tpoverlap.nn.autograd import differentiable_once
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.overlap import gather_beside, scatter_beside
 from tpoverlap.tokens import TokenPartition
@@ -41,7 +41,7 @@ class BulkAllGather(torch.autograd.Function):
         return _gather(comm, partition, x_shard_t.contiguous(), lambda: torch.mm(a, b.t()))
 
     @staticmethod
-    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    @differentiable_once  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
         x_grad, gemm_grads = _scatter(
@@ -62,7 +62,7 @@ class BulkReduceScatter(torch.autograd.Function):
         return _scatter(comm, partition, y.contiguous(), lambda: torch.mm(a, b.t()))
 
     @staticmethod
-    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    @differentiable_once  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
         y_grad, gemm_grads = _gather(

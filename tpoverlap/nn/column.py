@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.nn.autograd import differentiable_once
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import LayerView, grads_of
 from tpoverlap.overlap import (
@@ -82,12 +82,12 @@ class ColumnLinear(torch.autograd.Function):
         )
         ctx.layer, ctx.partition, ctx.num_weights, ctx.return_gathered = layer, partition, num_weights, return_gathered
         # The parameters themselves: what autograd unpacks under recomputation is not them, but has no main_grad.
-        ctx.parameters = weights if grads_of(layer).needs_parameters else ()
+        ctx.parameters = tuple(weights) if grads_of(layer).needs_parameters else ()
         ctx.save_for_backward(gathered[0] if saves else keepable(layer.manager, x_shard_t), *weights)
         return (*outs, *gathered) if return_gathered else tuple(outs)
 
     @staticmethod
-    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    @differentiable_once  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer: LayerCommunicators = ctx.layer
         x, *weights = ctx.saved_tensors
@@ -121,6 +121,7 @@ class ColumnBackward:
         needs_weights: list[bool],
     ) -> None:
         self.layer = layer
+        self._manager: Any = layer.manager
         self.partition = partition
         self.x = x
         self.parameters = parameters
@@ -128,7 +129,7 @@ class ColumnBackward:
         self.needs_weights = needs_weights
         self.grads = grads_of(layer)
         self.input_grad = input_grad
-        self.features = sum(grad.shape[1] for grad in output_grads)  # T enters the choice of method by this shape
+        self.features = sum([grad.shape[1] for grad in output_grads])  # T enters the choice of method by this shape
         self.weight_grads: list[torch.Tensor | None] = [None] * len(needs_weights)
 
     def run(self, needs_x: bool) -> torch.Tensor | None:
@@ -201,10 +202,6 @@ class ColumnBackward:
             communicator, self.partition, scatter=scatter, beside=beside, features=self.features
         )
         return operation
-
-    @property
-    def _manager(self) -> Any:
-        return self.layer.manager
 
 
 def saves_gathered(layer: LayerCommunicators) -> bool:

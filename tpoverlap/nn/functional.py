@@ -10,6 +10,7 @@ import torch
 from tpoverlap.communicator import CommOverlap, Communicators
 from tpoverlap.errors import ActiveShapeError
 from tpoverlap.gemm.fp8 import Fp8State
+from tpoverlap.nn.autograd import apply
 from tpoverlap.nn.bulk import BulkAllGather, BulkReduceScatter
 from tpoverlap.nn.column import ColumnLinear
 from tpoverlap.nn.fp8 import Fp8ColumnLinear, Fp8RowLinear, require_fp8_gemm, require_unquantised
@@ -176,7 +177,7 @@ def _apply(manager: UserBufferManager, function: type[torch.autograd.Function], 
     if torch.is_grad_enabled():
         for argument in arguments:
             if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                return function.apply(*arguments)
+                return apply(function, *arguments)
     return function.forward(_Unrecorded(len(arguments)), *arguments)  # `apply` costs as much as all checks together
 
 

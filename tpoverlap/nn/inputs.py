@@ -177,5 +177,7 @@ def _refuse_width(comm: CommOverlap, features: int, what: str) -> NoReturn:
 def _active(comm: CommOverlap, partition: TokenPartition | None) -> TokenPartition | None:
     note_shape(comm.manager.active)
     if partition is not None:
-        return comm.manager.active.parse(None, partition)
+        if isinstance(partition, TokenPartition) and len(partition.counts) == comm.manager.tp_size:
+            return partition
+        return comm.manager.active.parse(None, partition)  # which says what is wrong with it
     return comm.partition

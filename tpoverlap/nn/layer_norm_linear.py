@@ -130,15 +130,16 @@ class LayerNormLinear(NormedLayer):
 
     def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> Output:
         """[T_r, in] -> [T, out/R]; with ``return_bias`` and ``return_layernorm_output`` (y, bias, norm(x))."""
+        bias = self.bias
         normed = self.norm_options(x, self.layer_norm_weight, self.layer_norm_bias)
         y, gathered = self._gemms[0].column(
             normed,
             self.weight,
-            None if self.return_bias else self.bias,
+            None if self.return_bias else bias,
             partition,
             return_gathered=self.return_layernorm_output_gathered,
         )
-        return self._outputs(y, self.bias, normed, gathered)
+        return self._outputs(y, bias, normed, gathered)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""

@@ -138,14 +138,14 @@ class LayerNormMLP(NormedLayer):
 
     def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> Output:
         """[T_r, H] -> [T_r, H]; with ``return_bias`` and ``return_layernorm_output`` (y, bias, norm(x))."""
-        fc1, fc2 = self._gemms
+        (fc1, fc2), fc2_bias = self._gemms, self.fc2_bias
         normed = self.norm_options(x, self.layer_norm_weight, self.layer_norm_bias)
         h, gathered = fc1.column(
             normed, self.fc1_weight, self.fc1_bias, partition, return_gathered=self.return_layernorm_output_gathered
         )
         activated = activate(self.activation, h)
-        y = fc2.row_parallel(activated, self.fc2_weight, None if self.return_bias else self.fc2_bias, partition)
-        return self._outputs(y, self.fc2_bias, normed, gathered)
+        y = fc2.row_parallel(activated, self.fc2_weight, None if self.return_bias else fc2_bias, partition)
+        return self._outputs(y, fc2_bias, normed, gathered)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""

@@ -135,12 +135,13 @@ class Linear(ParallelLayer):
         self, x: torch.Tensor, partition: TokenPartition | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """[T_r, in] -> [T, out/R] (column), or [T, in/R] -> [T_r, out] (row)."""
-        bias = None if self.return_bias else self.bias
+        own_bias = self.bias
+        bias = None if self.return_bias else own_bias
         if self.parallel_mode == "row":
             y = self._gemms[0].row_parallel(x, self.weight, bias, partition)
         else:
             y, _ = self._gemms[0].column(x, self.weight, bias, partition)
-        return (y, self.bias) if self.return_bias else y
+        return (y, own_bias) if self.return_bias else y
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""

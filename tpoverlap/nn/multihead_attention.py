@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpoverlap.errors import ConfigError
-from tpoverlap.nn.attention import packed_attention
+from tpoverlap.nn.elementwise import HeadLayout
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.linear import Linear
 from tpoverlap.nn.parallel_layer import Output
 from tpoverlap.nn.parameters import InitMethod, describe_parameter, divided, resolve_manager
+from tpoverlap.nn.qkv_attention import qkv_attention
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.nn.sequences import CuSeqlens, PackedSequences, packed_sequences
 from tpoverlap.nn.shard_spec import ShardSpec
+from tpoverlap.nn.split_qkv import require_table
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ class MultiheadAttention(torch.nn.Module):
         self.head_dim = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         if rotary_base is not None and self.head_dim % 2:
             raise ConfigError(f"rotary positions turn pairs of features, but a head has kv_channels={self.head_dim}")
+        self._heads = HeadLayout(self.num_groups, self.num_heads // self.num_groups, self.head_dim)
         self.causal, self.rotary_base = _CAUSAL[attn_mask_type], rotary_base
         self._returns_norm = return_layernorm_output or return_layernorm_output_gathered
         common = {"bias": bias, "sequence_parallel": sequence_parallel, "manager": self.manager, **gemm_options}
@@ -149,12 +152,15 @@ class MultiheadAttention(torch.nn.Module):
             partition: rows of each rank; None: the active shape.
 
         Raises:
-            ActiveShapeError: ``cu_seqlens`` does not describe the T rows; others as `all_gather_gemm`.
+            ActiveShapeError: ``cu_seqlens`` does not describe the T rows, or ``rotary_pos_emb`` is not of their shape;
+                others as `all_gather_gemm`.
         """
         num_tokens = self._num_tokens(hidden_states, partition)
         sequences = packed_sequences(
             (0, num_tokens) if cu_seqlens is None else cu_seqlens, num_tokens, hidden_states.device, max_seqlen
         )
+        if rotary_pos_emb is not None:
+            require_table(rotary_pos_emb, num_tokens, self.head_dim)
         projection = self.layernorm_qkv if self.layernorm_qkv is not None else self.qkv
         assert projection is not None, "one of the two was made"
         mixed = projection(hidden_states, partition)
@@ -170,15 +176,9 @@ class MultiheadAttention(torch.nn.Module):
 
     def _attend(self, mixed: torch.Tensor, sequences: PackedSequences, rotary: RotaryTable | None) -> torch.Tensor:
         """[T, (A + 2 G) d / R] -> [T, A d / R]."""
-        per_group = self.num_heads // self.num_groups
-        grouped = mixed.view(-1, self.num_groups, per_group + 2, self.head_dim)
-        q, k, v = grouped.split([per_group, 1, 1], dim=2)  # backward puts the three together in one copy
-        q, k, v = (part.reshape(-1, part.shape[1] * part.shape[2], self.head_dim) for part in (q, k, v))
         if rotary is None and self.rotary_base is not None:
-            rotary = RotaryTable.of(sequences.positions, self.head_dim, self.rotary_base)
-        if rotary is not None:
-            q, k = rotary.rotate(q), rotary.rotate(k)
-        return packed_attention(q, k, v, sequences, causal=self.causal).flatten(1)
+            rotary = sequences.rotary(self.head_dim, self.rotary_base)
+        return qkv_attention(mixed, rotary, self._heads, sequences, causal=self.causal)
 
     def _num_tokens(self, x: torch.Tensor, partition: TokenPartition | None) -> int:
         """T, before anything is communicated: an error about ``cu_seqlens`` must not leave the other ranks waiting."""

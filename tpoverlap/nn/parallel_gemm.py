@@ -10,6 +10,7 @@ from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.errors import ConfigError
 from tpoverlap.gemm.fp8 import Fp8State
 from tpoverlap.nn.all_reduce import ColumnWhole, RowWhole
+from tpoverlap.nn.autograd import apply
 from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.functional import all_gather_gemm, gemm_reduce_scatter
 from tpoverlap.nn.inputs import full_partition, require_matmul, require_output_width
@@ -124,7 +125,8 @@ class ParallelGemm:
         return state
 
     def _view(self, weight: torch.Tensor) -> LayerView:
-        self._weight_grads.require_target(self.ub_name, weight)
+        if self._weight_grads.accumulate:
+            self._weight_grads.require_target(self.ub_name, weight)
         self._resolve()
         # Without autograd nothing is saved, so nothing is copied to be saved.
         return self._views[0] if torch.is_grad_enabled() else self._views[1]
@@ -147,7 +149,11 @@ def _apply(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    # The operands' dtype was checked against the manager's; a GEMM that casts its output would not fit the buffers.
-    with torch.autocast(x.device.type, enabled=False):
-        y: torch.Tensor = function.apply(view, x, weight, bias)  # type: ignore[no-untyped-call]
-        return y
+    y: torch.Tensor
+    if torch.is_autocast_enabled(x.device.type):
+        # The operands' dtype was checked against the manager's; a GEMM that casts its output would not fit the buffers.
+        with torch.autocast(x.device.type, enabled=False):
+            y = apply(function, view, x, weight, bias)
+    else:
+        y = apply(function, view, x, weight, bias)
+    return y

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tpoverlap.nn.elementwise.qkv_heads import rotate
+
 
 @dataclass(frozen=True)
 class RotaryTable:
@@ -24,6 +26,4 @@ class RotaryTable:
 
     def rotate(self, x: Tensor) -> Tensor:
         """[T, heads, d] -> the same shape and dtype, feature i turned together with feature i + d/2 (as in Llama)."""
-        first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        return rotate(x, self.cos, self.sin)

@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.nn.autograd import differentiable_once
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import grads_of
 from tpoverlap.overlap import gather_then_gemm, gemm_then_scatter
@@ -51,7 +51,7 @@ class RowLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    @differentiable_once  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer: LayerCommunicators = ctx.layer
         x, weight = ctx.saved_tensors

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tpoverlap.errors import ActiveShapeError
+from tpoverlap.nn.rotary import RotaryTable
 
 CuSeqlens = torch.Tensor | Sequence[int]
 
@@ -45,6 +46,7 @@ class PackedSequences:
         self.num_tokens = num_tokens
         self._host: tuple[int, ...] | None = None
         self._positions: torch.Tensor | None = None
+        self._rotary: dict[tuple[int, float], RotaryTable] = {}
         given = cu_seqlens if isinstance(cu_seqlens, torch.Tensor) else None
         if given is not None:
             _require_offsets_tensor(given)
@@ -77,6 +79,14 @@ class PackedSequences:
             rows = torch.arange(self.num_tokens, device=offsets.device)
             self._positions = rows - offsets[torch.bucketize(rows, offsets[1:-1], right=True)]
         return self._positions
+
+    def rotary(self, head_dim: int, base: float) -> RotaryTable:
+        """The table of `positions` for heads of that size; made once, so that a stack of layers shares it."""
+        table = self._rotary.get((head_dim, base))
+        if table is None:
+            with torch.inference_mode(False):  # autograd may save it later
+                table = self._rotary[head_dim, base] = RotaryTable.of(self.positions, head_dim, base)
+        return table
 
 
 def packed_sequences(

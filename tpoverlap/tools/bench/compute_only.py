@@ -21,10 +21,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.gemm import weight_grad
 from tpoverlap.gemm.fp8 import Fp8State, QuantizedTensor, Quantizer, ScaledPartialGemm, ScaledRowGemm
+from tpoverlap.nn.autograd import apply, differentiable_once
 from tpoverlap.nn.fp8.wgrad import WgradOperand, fp8_weight_grad
 from tpoverlap.nn.parallel_gemm import ParallelGemm
 from tpoverlap.nn.parallel_layer import ParallelLayer
@@ -102,10 +102,10 @@ class ComputeOnlyGemm(ParallelGemm):
         rows, fp8 = partition.rows(self.manager.rank), self._fp8_state()
         y: torch.Tensor
         if fp8 is None:
-            y = plain.apply(rows, self._resident.plain(role, partition.total), x, weight)
+            y = apply(plain, rows, self._resident.plain(role, partition.total), x, weight)
         else:
             whole = self._resident.quantised(fp8.quantizer(role), partition.total)
-            y = in_fp8.apply(rows, whole, fp8, x, weight)
+            y = apply(in_fp8, rows, whole, fp8, x, weight)
         return y
 
 
@@ -117,7 +117,7 @@ class _Column(torch.autograd.Function):
         return torch.mm(whole, weight.t())
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (weight,), dy = ctx.saved_tensors, grads[0].contiguous()
         dx = torch.mm(dy, weight)
@@ -132,7 +132,7 @@ class _Row(torch.autograd.Function):
         return torch.mm(x, weight.t())[rows]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         return None, None, torch.mm(ctx.whole, weight), weight_grad(ctx.whole, x)
@@ -152,7 +152,7 @@ class _Fp8Column(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         dy, whole = grads[0].contiguous(), ctx.whole
         data, scale = ctx.saved_tensors
@@ -181,7 +181,7 @@ class _Fp8Row(torch.autograd.Function):
         return out[rows]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         dy_shard, whole = grads[0].contiguous(), ctx.whole
         data, scale, weight_data, weight_scale = ctx.saved_tensors

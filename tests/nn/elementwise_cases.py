@@ -1,0 +1,136 @@
+"""Run by test_elementwise.py in a process of its own, because TRITON_INTERPRET decides when Triton is imported.
+
+``python -m tests.nn.elementwise_cases CASE ...``: the kernels against their twins and a float64 reference;
+``--device cuda`` runs the same cases compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tpoverlap.nn.elementwise import (
+    HeadLayout,
+    gated_backward,
+    gated_backward_twin,
+    gated_forward,
+    gated_forward_twin,
+    merge_rotate,
+    merge_rotate_twin,
+    qkv_heads,
+    split_rotate,
+    split_rotate_twin,
+)
+from tpoverlap.nn.elementwise import gated as gated_module
+from tpoverlap.nn.elementwise.launch import runs_kernels
+from tpoverlap.nn.rotary import RotaryTable
+from tpoverlap.testing.numeric import assert_close_to_twin
+
+ROWS = (1, 2, 0, 5)
+WIDTHS = (8, 1, 33, 1024, 1032)
+"""Features of an activation: within one block, uneven, a whole block, and one more vector than that."""
+LAYOUTS = (HeadLayout(2, 3, 8), HeadLayout(1, 1, 2), HeadLayout(3, 1, 24), HeadLayout(8, 4, 128), HeadLayout(1, 4, 80))
+
+
+class Draws:
+    """Random tensors on one device, in one dtype."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self._generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator).to(self.device, dtype or self.dtype)
+
+    def rows_of(self, rows: int, width: int, gap: int) -> torch.Tensor:
+        """[rows, width] of rows that lie ``gap`` elements apart, between NaN that nobody may read."""
+        wide = self(rows, width + gap)
+        wide[:, width:] = float("nan")
+        return wide[:, :width]
+
+
+def _close(actual: torch.Tensor, twin: torch.Tensor, reference: torch.Tensor, what: str) -> None:
+    # The twin rounds after each operation, the kernel once: the kernel may not be further away.
+    assert_close_to_twin(actual, twin, reference, what=what)
+    assert actual.is_contiguous(), what
+
+
+def gated(draw: Draws) -> None:
+    """Every gate forward and backward; contiguous and strided rows; extreme numbers."""
+    for gate in ("silu", "gelu", "relu"):
+        for rows in ROWS:
+            for width in WIDTHS:
+                for gap in (0, 8, 3):
+                    h, dy = draw.rows_of(rows, 2 * width, gap), draw.rows_of(rows, width, gap)
+                    _check_gated(h, dy, gate, f"{gate} {rows}x{width} gap {gap} {draw.dtype}")
+        extreme = draw(1, 16)
+        extreme[0, :8] = torch.tensor([-60000.0, -90.0, -0.0, 0.0, 90.0, 6000.0, 1e-6, -3.0])
+        _check_gated(extreme, draw(1, 8), gate, f"extreme {gate} {draw.dtype}")
+        broken = draw(2, 16)
+        broken[0, 3] = float("nan")
+        assert torch.isnan(gated_module.gated_forward_kernel(broken, gate)[0, 3]), "a NaN stays visible"
+
+
+def _check_gated(h: torch.Tensor, dy: torch.Tensor, gate: str, what: str) -> None:
+    exact, exact_dy = h.double(), dy.double()
+    y, dh = gated_module.gated_forward_kernel(h, gate), gated_module.gated_backward_kernel(dy, h, gate)
+    _close(y, gated_forward_twin(h, gate), gated_forward_twin(exact, gate), f"forward {what}")
+    _close(dh, gated_backward_twin(dy, h, gate), gated_backward_twin(exact_dy, exact, gate), f"backward {what}")
+    if runs_kernels(h):
+        assert torch.equal(gated_forward(h, gate), y) and torch.equal(gated_backward(dy, h, gate), dh)
+
+
+def rotary(draw: Draws) -> None:
+    """Split and merge, with and without a table, every layout; strided rows; the way back undoes the way."""
+    for rows in ROWS:
+        for layout in LAYOUTS:
+            table = RotaryTable.of(torch.arange(rows, device=draw.device) * 7, layout.head_dim, 100.0)
+            for cos, sin in ((table.cos, table.sin), (None, None)):
+                for gap in (0, 8, 3):
+                    _check_rotary(draw, draw.rows_of(rows, layout.width, gap), cos, sin, layout)
+
+
+def _check_rotary(
+    draw: Draws, mixed: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, layout: HeadLayout
+) -> None:
+    what = f"{layout} {mixed.shape[0]} rows of stride {mixed.stride(0)} {draw.dtype} turned={cos is not None}"
+    dense = mixed.contiguous()
+    parts = qkv_heads.split_rotate_kernel(mixed, cos, sin, layout)
+    twins = split_rotate_twin(dense, cos, sin, layout)
+    exact = split_rotate_twin(dense.double(), cos, sin, layout)
+    for name, one, twin, reference in zip("qkv", parts, twins, exact, strict=True):
+        _close(one, twin, reference, f"{name} {what}")
+    assert torch.equal(parts[2], twins[2]), "values are copied"
+    merged = qkv_heads.merge_rotate_kernel(*parts, cos, sin, layout)
+    reference = merge_rotate_twin(*(part.double() for part in parts), cos, sin, layout)
+    _close(merged, merge_rotate_twin(*parts, cos, sin, layout), reference, f"merged {what}")
+    if cos is None:
+        assert torch.equal(merged, dense), what
+    strided = [part.repeat_interleave(2, dim=2)[:, :, ::2] for part in parts]
+    assert torch.equal(qkv_heads.merge_rotate_kernel(*strided, cos, sin, layout), merged), f"strided {what}"
+    if runs_kernels(mixed):
+        for one, other in zip(split_rotate(mixed, cos, sin, layout), parts, strict=True):
+            assert torch.equal(one, other), what
+        assert torch.equal(merge_rotate(*parts, cos, sin, layout), merged), what
+
+
+CASES: dict[str, Callable[[Draws], None]] = {"gated": gated, "rotary": rotary}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    dtypes = [torch.float32, torch.float16] + ([torch.bfloat16] if arguments.device == "cuda" else [])
+    for name in arguments.cases:
+        for dtype in dtypes:
+            CASES[name](Draws(arguments.device, dtype))
+        print(f"{name} passed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

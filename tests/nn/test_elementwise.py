@@ -1,0 +1,173 @@
+"""Fused activations and rotary positions: kernels against twins, twins against autograd, and how they are launched."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tpoverlap.errors import ActiveShapeError
+from tpoverlap.nn import RotaryTable
+from tpoverlap.nn.activation import activate
+from tpoverlap.nn.elementwise import HeadLayout, launch, merge_rotate, split_rotate
+from tpoverlap.nn.elementwise.launch import DirectKernel, runs_kernels, vector_unit
+from tpoverlap.nn.split_qkv import require_table, split_qkv
+
+ROOT = Path(__file__).parents[2]
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+LAYOUT = HeadLayout(groups=2, per_group=3, head_dim=4)
+
+
+def run_module(module: str, *arguments: str, interpret: bool) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("case", ["gated", "rotary"])
+def test_in_the_interpreter(case: str) -> None:
+    assert f"{case} passed" in run_module("tests.nn.elementwise_cases", case, interpret=True)
+
+
+@pytest.mark.gpu
+def test_compiled() -> None:
+    printed = run_module("tests.nn.elementwise_cases", "--device", "cuda", interpret=False)
+    assert printed.count("passed") == 2
+
+
+@NEEDS_TRITON
+def test_compiled_for_hopper_all_accesses_are_16_bytes_wide() -> None:
+    found: dict[str, dict[str, int]] = json.loads(
+        run_module("tests.nn.elementwise_compiles", interpret=False).splitlines()[-1]
+    )
+    assert len(found) == 20
+    for name, counts in found.items():
+        assert counts["spills"] == 0, (name, counts)
+        if name.endswith("8"):
+            assert counts["narrow_loads"] == counts["narrow_stores"] == 0, (name, counts)
+            assert counts["wide_loads"] and counts["wide_stores"], (name, counts)
+    assert found["gated_backward silu 8"]["wide_loads"] == 3, "dy, g and u are read once"
+    assert found["gated_backward silu 8"]["wide_stores"] == 2, "dg and du are written once"
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu"])
+def test_gradients_of_gates(name: str) -> None:
+    torch.manual_seed(0)
+    h = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda h: activate(name, h), (h,))
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_gradients_of_the_split(turns: bool) -> None:
+    torch.manual_seed(0)
+    mixed = torch.randn(5, LAYOUT.width, dtype=torch.float64, requires_grad=True)
+    table = RotaryTable.of(torch.arange(5), LAYOUT.head_dim, 100.0) if turns else None
+    assert torch.autograd.gradcheck(lambda mixed: split_qkv(mixed, table, LAYOUT), (mixed,))
+
+
+def test_the_split_is_the_layout_of_the_weight() -> None:
+    rows = torch.arange(2 * LAYOUT.width, dtype=torch.float32).view(2, LAYOUT.width)
+    q, k, v = split_rotate(rows, None, None, LAYOUT)
+    heads = rows.view(2, 10, 4)
+    assert torch.equal(q, heads[:, [0, 1, 2, 5, 6, 7]])
+    assert torch.equal(k, heads[:, [3, 8]]) and torch.equal(v, heads[:, [4, 9]])
+    assert torch.equal(merge_rotate(q, k, v, None, None, LAYOUT), rows)
+
+
+def test_angles_that_train_get_a_gradient() -> None:
+    table = RotaryTable.of(torch.arange(3), LAYOUT.head_dim, 100.0)
+    learnt = RotaryTable(table.cos.clone().requires_grad_(), table.sin)
+    q, _, _ = split_qkv(torch.randn(3, LAYOUT.width), learnt, LAYOUT)
+    q.sum().backward()
+    assert learnt.cos.grad is not None and learnt.cos.grad.abs().sum() > 0
+
+
+def test_a_table_of_other_rows_is_refused() -> None:
+    table = RotaryTable.of(torch.arange(3), 4, 100.0)
+    require_table(table, 3, 4)
+    with pytest.raises(ActiveShapeError, match=r"cos \[3, 1, 2\].*T=5 rows.*4 features need \[5, 1, 2\]"):
+        require_table(table, 5, 4)
+    with pytest.raises(ActiveShapeError, match=r"8 features need \[3, 1, 4\]"):
+        require_table(table, 3, 8)
+
+
+# -- launching --------------------------------------------------------------------------------------------------------
+
+
+class FakeFunction:
+    """Triton's function, and the binary it returns: both note what they are launched with."""
+
+    def __init__(self) -> None:
+        self.compiling: list[tuple[Any, ...]] = []
+        self.direct: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **options: Any) -> FakeFunction | None:
+            (self.compiling if options else self.direct).append((grid, *arguments))
+            return self if options else None
+
+        return run
+
+
+def test_a_binary_is_made_once_and_takes_addresses() -> None:
+    function = FakeFunction()
+    kernel = DirectKernel(function, num_warps=4)
+    x, y = torch.zeros(64), torch.zeros(64)
+    for programs in (1, 7, 16):
+        kernel.launch(programs, (x, y), (programs, 3), ("silu", 8))
+    assert len(function.compiling) == 1, "another T compiles nothing"
+    assert function.direct[1] == ((16, 1, 1), x.data_ptr(), y.data_ptr(), 16, 3, "silu", 8)
+    kernel.launch(2, (x, y), (1, 3), ("gelu", 8))
+    kernel.launch(2, (x.half(), y.half()), (1, 3), ("gelu", 8))
+    assert len(function.compiling) == 3, "other constants and another dtype have binaries of their own"
+    kernel.launch(2, (x, y[1:]), (1, 3), ("silu", 8))
+    assert function.compiling[-1][2].data_ptr() == y.data_ptr() + 4, "a pointer off 16 bytes goes Triton's way"
+    kernel.launch(2, (x, y), (1 << 31, 3), ("silu", 8))
+    assert len(function.compiling) == 5, "and so does an integer that a binary for 32 bits cannot take"
+    kernel.launch(0, (x[:0], y[:0]), (1, 3), ("silu", 8))
+    assert (len(function.compiling), len(function.direct)) == (5, 2), "no rows, no launch"
+    with pytest.raises(OverflowError, match="cut the rows"):
+        DirectKernel(lambda: None, 4).launch(1 << 31, (x,), (1,), ())
+
+
+def test_units() -> None:
+    assert vector_unit(16, 4096) == 8 and vector_unit(16, 4100) == 1 and vector_unit(8, 3) == 1
+
+
+def test_a_gpu_without_triton_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(launch, "kernels_missing", lambda device: "Triton cannot be imported; pip install triton")
+    launch._kernels_run.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="tpoverlap"):
+            for _ in range(3):
+                assert not launch._kernels_run(torch.device("cuda", 0))
+    finally:
+        launch._kernels_run.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "cuda:0: activations and rotary positions run as several torch operations instead of one kernel each: "
+        "Triton cannot be imported; pip install triton"
+    ]
+
+
+def test_the_cpu_takes_the_twins() -> None:
+    assert not runs_kernels(torch.zeros(2, 2))

@@ -1,0 +1,32 @@
+"""The layers' work between GEMMs that torch has no single kernel for: one pass over the data each, forward or backward.
+
+Each operation is a file with the function users of this package call, its twin in plain torch (the CPU path, the
+reference, and what a compiler fuses), and a file of Triton kernels that is imported on first use. Norms are not here:
+torch's own are single kernels.
+"""
+
+from tpoverlap.nn.elementwise.gated import (
+    gated_backward,
+    gated_backward_twin,
+    gated_forward,
+    gated_forward_twin,
+)
+from tpoverlap.nn.elementwise.qkv_heads import (
+    HeadLayout,
+    merge_rotate,
+    merge_rotate_twin,
+    split_rotate,
+    split_rotate_twin,
+)
+
+__all__ = [
+    "HeadLayout",
+    "gated_backward",
+    "gated_backward_twin",
+    "gated_forward",
+    "gated_forward_twin",
+    "merge_rotate",
+    "merge_rotate_twin",
+    "split_rotate",
+    "split_rotate_twin",
+]
