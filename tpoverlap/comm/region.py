@@ -11,7 +11,8 @@ from tpoverlap.comm.streams import Event
 from tpoverlap.memory.base import Arena
 from tpoverlap.memory.layout import ArenaLayout, require_fits
 
-_VIEWS = 256
+_VIEWS = 64
+"""Views that are kept, the latest ones: more than the layers of a microbatch use."""
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Region:
             strides.append(stride)
             stride *= length
         if len(self._views) >= _VIEWS:
-            self._views.clear()
+            del self._views[next(iter(self._views))]
         with torch.inference_mode(False):  # it outlives the caller's mode
             view = whole.as_strided(shape, strides[::-1], offset + first_element)
         self._views[rank, slot, first_element, shape, dtype] = view
