@@ -41,7 +41,8 @@ from tpoverlap.errors import TpOverlapError
 from tpoverlap.memory.layout import require_fits
 
 logger = logging.getLogger("tpoverlap")
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 4 << 20
+"""Own rows that are copied before the arrivals are told: sooner done than one more call of the driver."""
 
 
 class DeviceExchange(OneSidedExchange):
@@ -194,7 +195,6 @@ class DeviceExchange(OneSidedExchange):
                 channel.before_copy(caller, transfer)
             caller.copy_bytes(slot.data[peer] + offset, source_address + (start - base_row) * row_bytes, size_bytes)
         self._unsent = 0
-        # A small copy costs less than one more call of the driver; a large one must not hold up the peers.
         own_first = own_element is not None and source.numel() * itemsize < _SMALL_BYTES
         if own_element is not None and own_first:
             self.copy_own(source, own_element)

@@ -77,6 +77,7 @@ class DeviceStream(Stream):
         self.label = label
         self.driver = driver
         self.handle = handle
+        self._submit = driver.submit
         self.disturb: Callable[[], None] | None = None
         self._operations = MemoryOperations()
         self._buffer = self._operations.buffer
@@ -136,7 +137,7 @@ class DeviceStream(Stream):
                 self.disturb()
             operations = self._operations
             operations.count = offset // OPERATION_BYTES
-            self.driver.submit(self.handle, operations)
+            self._submit(self.handle, operations)
 
     # -- `Stream` ------------------------------------------------------------------------------------------------
 
