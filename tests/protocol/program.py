@@ -100,7 +100,7 @@ class _RankBuilder(FusedSteps):
             tail += credits
         if op.form == "launch":
             comm.steps += self._launch_sends(op, caller, publish)
-            caller.steps += [*head, self._join(op), *self._one_launch(op, caller), *credits]
+            caller.steps += [*head, *self._one_launch(op, caller), *credits]
             return
         if op.form:
             receives = self._fused_receives(op, caller)
