@@ -9,8 +9,9 @@
                                                                                                  | same operation? |
 
 Deadlock: programs that push (or compute a peer's rows) wait for nothing, and the GPU starts them first. A program waits
-only for what such programs of the peers send; and it leaves `RESERVED_PROGRAMS` multiprocessors free, so that another
-library's kernel, which a peer's kernel may be queued behind, finds room here.
+only for what such programs of the peers send; and programs that wait leave `RESERVED_PROGRAMS` multiprocessors free, so
+that another library's kernel, which a peer's kernel may be queued behind, finds room here. Where every program has one
+tile at most, those that wait for nobody may use these, too: they end, and then there is room.
 
 The kernel may read rows of an operation that is not the same one; what it made of them goes nowhere: the descriptors
 are compared before the caller's stream goes on, and an unequal one stops it (docs/protocol.md).
