@@ -78,10 +78,11 @@ class FusedSteps(RankSteps):
         number = self.config.num_pieces
         return [self._wait_credit(op, p) for p in self._destinations(op) if number(op.seq, op.kind, self.rank, p)]
 
-    def _one_launch(self, op: Op, caller: Thread) -> list[Step]:
+    def _one_launch(self, op: Op, caller: Thread, behind: list[Step]) -> list[Step]:
         """The kernel pushes, then reads what arrived; what it made of that is used after the compare.
 
         On a device the caller's stream waits for the credits itself, and joins the comm stream after the kernel.
+        ``behind``: what one hardware queue hands out after the kernel, at worst when it has ended.
         """
         pushes, reads = [], []
         for peer in self._destinations(op):
@@ -97,7 +98,7 @@ class FusedSteps(RankSteps):
         inside = [*reads, *pushes] if "waits_before_pushing" in self.config.broken else [*pushes, *reads]
         kernel = self._kernel(op, inside, fills="no_reserve" in self.config.broken)
         if self.config.device:
-            return [*self._launch_credits(op), *kernel, *compares, self._use(op), self._join(op)]
+            return [*self._launch_credits(op), *kernel, *behind, *compares, self._use(op), self._join(op)]
         # On the CPU, where a kernel cannot be stopped, the compare comes first.
         return [self._join(op), *compares, *kernel, self._use(op)]
 
