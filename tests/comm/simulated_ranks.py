@@ -14,7 +14,8 @@ from tests.comm import operations as ops
 from tests.comm.rank_functions import Outcome, attempt
 from tpoverlap.comm.device_exchange import DeviceExchange
 from tpoverlap.comm.epochs import reached
-from tpoverlap.overlap.fused_launch import InKernel
+from tpoverlap.overlap.fused_blocks import Slots
+from tpoverlap.overlap.fused_launch import InKernel, _credits_on_the_callers_stream
 from tpoverlap.testing import faults
 from tpoverlap.testing.simulated import SimulatedBackend, SimulatedDriver
 from tpoverlap.tokens import TokenPartition
@@ -111,20 +112,32 @@ class _LateCallerBackend(SimulatedBackend):
         return _LateCallerDriver()
 
 
-def rows_from_the_callers_stream(rank: int, world_size: int, uses: int) -> list[bool]:
-    """All-gathers of two ranks whose rows and flags are written by work of the caller's stream: which were right."""
+def rows_from_the_callers_stream(rank: int, world_size: int, uses: int, by_comm: bool) -> list[bool]:
+    """All-gathers of two ranks whose rows and flags are written by work of the caller's stream: which were right.
+
+    ``by_comm``: the comm stream waits for the credits, else the caller's.
+    """
     mgr = ops.make_manager(_LateCallerBackend, 20.0)
     partition = TokenPartition.balanced(30, world_size)
-    right = []
+    assert mgr.channel is not None
+    right, slots = [], Slots(mgr.channel)
     for use in range(uses):
         own, got = torch.full((15, ops.WIDTH), 1.0 + 10 * use + rank), torch.zeros(15, ops.WIDTH)
         with mgr.operation(mgr.get("qkv_fprop"), partition, scatter=False).open_gather() as exchange:
             assert isinstance(exchange, DeviceExchange)
-            exchange.copier = InKernel()
             caller, slot, peer, bytes_ = exchange.caller, exchange._slot, 1 - rank, own.nbytes
-            for step in exchange.steps:
-                exchange.send(step, own, partition.rows(rank).start)
-            caller.wait(exchange.sent())
+            place, epoch = slots.at("ag")
+            assert epoch == exchange.arrivals.epoch and place.slot.words == exchange.arrivals.address
+            assert place.slot.data == slot.data[rank] and place.credits[peer] == slot.credit_in[peer]
+            assert place.slot.peers is not None
+            assert place.slot.peers.tolist() == [list(pair) for pair in zip(slot.data, slot.arrival_out, strict=True)]
+            if by_comm:
+                exchange.copier = InKernel()
+                for step in exchange.steps:
+                    exchange.send(step, own, partition.rows(rank).start)
+                caller.wait(exchange.sent())
+            else:
+                assert _credits_on_the_callers_stream(exchange, mgr.channel, place, epoch)
 
             def kernel(own: Any = own, got: Any = got, slot: Any = slot, epoch: int = exchange.arrivals.epoch) -> None:
                 time.sleep(0.3 * rank)  # the host and the comm stream are far ahead

@@ -56,7 +56,10 @@ def test_what_was_poisoned_is_no_number(rank_pool: Pools) -> None:
     assert rank_pool(2).run(functions.poisoned, timeout_s=60)[0] == [True, False], "NaN where the peer's rows belong"
 
 
+@pytest.mark.parametrize("by_comm", [True, False])
 @pytest.mark.parametrize("uses", [1, 4])
-def test_flags_are_refreshed_after_rows_that_the_callers_stream_sends(rank_pool: Pools, uses: int) -> None:
+def test_flags_are_refreshed_after_rows_that_the_callers_stream_sends(
+    rank_pool: Pools, uses: int, by_comm: bool
+) -> None:
     """As a kernel of `fused` does. The first uses of a region refresh all flags, those of such rows too."""
-    assert rank_pool(2).run(functions.rows_from_the_callers_stream, uses, timeout_s=60) == [[True] * uses] * 2
+    assert rank_pool(2).run(functions.rows_from_the_callers_stream, uses, by_comm, timeout_s=60) == [[True] * uses] * 2

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.costs.null_kernels import MAP, NullBinary, NullKernelDriver, no_compiler, parameter, ptx_of
+from tests.costs.null_kernels import MAP, STREAM, NullBinary, NullKernelDriver, no_compiler, parameter, ptx_of
 from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.gemm.triton import TileShape, compiled
 from tpoverlap.gemm.triton.compiled import SCATTER_GEMM, TILE_GEMM, CompiledKernels, Kernel
 from tpoverlap.gemm.triton.parameters import LayoutError, ParameterLayout
-from tpoverlap.gemm.triton.prepared import TritonLaunch
+from tpoverlap.gemm.triton.prepared import PackedLaunch, TritonLaunch
 from tpoverlap.gemm.triton.tensor_maps import MapShape, TensorMaps
 
 TILE = TileShape(16, 32, 32, 1, 4)
@@ -83,6 +83,18 @@ def test_only_addresses_and_the_epoch_change() -> None:
         assert struct.unpack("<Q", one["table"])[0] == given[0].data_ptr()
         for name in set(names) - {"own", "source", "out", "table", "epoch"}:
             assert int.from_bytes(one[name], "little") == given[at(name)], name
+
+
+def test_the_driver_is_told_grid_block_shared_memory_and_stream() -> None:
+    kernels = CompiledKernels(NullKernelDriver())
+    own = torch.zeros(64, 32, dtype=torch.float16)
+    given = arguments_of(kernels, own, own)
+    with no_compiler():
+        kernels.load(TILE_GEMM, "variant", partial(tuple, given), (), TILE)
+        prepared = kernels.prepare(TILE_GEMM, "variant", 7, tuple(given), (), TILE, MOVING)
+    assert isinstance(prepared, PackedLaunch)
+    words = struct.unpack("<7I4xQQI4x", bytes(prepared._config))  # CUlaunchConfig of cuda.h
+    assert words == (7, 1, 1, 8 * 32, 1, 1, 1000, STREAM, 0, 0)
 
 
 def test_a_map_is_followed_by_its_shape_and_strides() -> None:

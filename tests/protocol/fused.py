@@ -61,20 +61,29 @@ class FusedSteps(RankSteps):
         return [*kernel, *before] if "no_entered" in self.config.broken else [*before, *kernel]
 
     def _launch_sends(self, op: Op, caller: Thread, publish: list[Step]) -> list[Step]:
-        """What the comm stream does for a kernel that pushes by itself: descriptors, then the credits."""
+        """What the comm stream does for a kernel that pushes by itself: descriptors; on the CPU the credits, too."""
         started = self.at("started", self.rank, caller.name)
         steps = [self._wait_count(self._label(op, "the comm stream may start"), started, op.seq), *publish]
-        for peer in self._destinations(op):
-            if self.config.num_pieces(op.seq, op.kind, self.rank, peer) and "no_credit_wait" not in self.config.broken:
-                steps.append(self._wait_credit(op, peer))
-        steps.append(self._set(self._label(op, "credits are there"), self.at("sent", self.rank), op.seq))
+        if not self.config.device:
+            steps += self._launch_credits(op)
+        steps.append(self._set(self._label(op, "the descriptors are out"), self.at("sent", self.rank), op.seq))
         if "early_refresh" in self.config.broken:  # as it should be, `_one_launch` ends with these flags
             pieces = range(max(self.config.pieces))
             steps += [self._arrival(op, peer, piece) for peer in self._destinations(op) for piece in pieces]
         return steps
 
-    def _one_launch(self, op: Op, caller: Thread) -> list[Step]:
-        """The kernel pushes, then reads what arrived; what it made of that is used after the compare."""
+    def _launch_credits(self, op: Op) -> list[Step]:
+        if "no_credit_wait" in self.config.broken:
+            return []
+        number = self.config.num_pieces
+        return [self._wait_credit(op, p) for p in self._destinations(op) if number(op.seq, op.kind, self.rank, p)]
+
+    def _one_launch(self, op: Op, caller: Thread, behind: list[Step]) -> list[Step]:
+        """The kernel pushes, then reads what arrived; what it made of that is used after the compare.
+
+        On a device the caller's stream waits for the credits itself, and joins the comm stream after the kernel.
+        ``behind``: what one hardware queue hands out after the kernel, at worst when it has ended.
+        """
         pushes, reads = [], []
         for peer in self._destinations(op):
             pieces = self.config.num_pieces(op.seq, op.kind, self.rank, peer)
@@ -88,8 +97,10 @@ class FusedSteps(RankSteps):
         compares = [step for source in self._sources(op) for step in self._expect(op, caller, source)]
         inside = [*reads, *pushes] if "waits_before_pushing" in self.config.broken else [*pushes, *reads]
         kernel = self._kernel(op, inside, fills="no_reserve" in self.config.broken)
+        if self.config.device:
+            return [*self._launch_credits(op), *kernel, *behind, *compares, self._use(op), self._join(op)]
         # On the CPU, where a kernel cannot be stopped, the compare comes first.
-        return [*kernel, *compares, self._use(op)] if self.config.device else [*compares, *kernel, self._use(op)]
+        return [self._join(op), *compares, *kernel, self._use(op)]
 
     def _use(self, op: Op) -> Step:
         tentative, released = self.at("tentative", self.rank), self.released

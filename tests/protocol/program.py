@@ -102,8 +102,11 @@ class _RankBuilder(FusedSteps):
         else:
             tail += credits
         if op.form == "launch":
-            comm.steps += self._launch_sends(op, caller, publish)
-            caller.steps += [*head, self._join(op), *self._one_launch(op, caller), *credits]
+            sends = self._launch_sends(op, caller, publish)
+            if not self.config.one_queue:
+                comm.steps += sends
+                sends = []
+            caller.steps += [*head, *self._one_launch(op, caller, sends), *credits]
             return
         if op.form:
             receives = self._fused_receives(op, caller)

@@ -73,6 +73,11 @@ HOLDS = [
     Scenario("fused in one launch, a rank without rows", Config(ops="LMRL", rowless=0)),
     Scenario("fused in one launch, another library", Config(ops="LM", library=True, behind=1)),
     Scenario("CUDA: fused in one launch", Config(ops="LMRL", device=True)),
+    Scenario("CUDA: fused in one launch, one hardware queue", Config(ops="LMLMA", device=True, one_queue=True)),
+    Scenario(
+        "CUDA: one launch, one queue, a rank deviates",
+        Config(ops="LML", device=True, one_queue=True, deviates=(0, 1, "T")),
+    ),
     Scenario("CUDA: one launch, a rank stops anywhere", Config(ops="LML", dies=0, device=True)),
     Scenario("CUDA: one launch, a rank gives up", Config(ops="L", gives_up=(0,), device=True)),
     Scenario("CUDA: one launch, a rank deviates: T", Config(ops="LML", device=True, deviates=(0, 1, "T"))),

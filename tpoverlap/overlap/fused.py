@@ -98,7 +98,7 @@ def all_gather(
         assert isinstance(exchange, OneSidedExchange), "checked before"
         caller = exchange.caller
         needs_own_copy = read_gathered is not None or exchange.hands_out_slot
-        slot, epoch = kernels.slots.at(context.region)
+        (slot, _, _), epoch = kernels.slots.at(context.region)
         launches = []  # prepared before the first wait: a binary that is loaded may have to wait for the device
         for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True):
             launches.append(launcher.gathered_rows(rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch))
@@ -140,7 +140,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         caller = exchange.caller
         staging = gemm.empty(partition.total, width)
         counters, targets = kernels.counters.next(launcher.tiles_per_word(rows, gemm))
-        slot, epoch = kernels.slots.at(context.region)
+        (slot, _, _), epoch = kernels.slots.at(context.region)
         own_rows = launcher.own_rows(rows, gemm, out, slot, epoch) if out.shape[0] else None
         allocated = caller.record()  # before the kernel: sends follow its counters, not its end
         if rows.others:
@@ -173,12 +173,13 @@ def _kernels(context: OperationContext, reserve: int = 0) -> _Kernels:
     assert channel is not None, "R = 1 is sequential"
     # Copy programs need multiprocessors that no spinning kernel holds; the copy engine needs none.
     reserve = reserve if config.use_ce else config.num_sm
+    lends = reserve > 0 and config.use_ce
     if channel.shares_gpu:
-        reserve = max(reserve, _SHARED_GPU_PROGRAMS)
-    return channel.resource(f"fused/{reserve}", partial(_make_kernels, channel, reserve, context.name))
+        reserve, lends = max(reserve, _SHARED_GPU_PROGRAMS), False
+    return channel.resource(f"fused/{reserve}/{lends}", partial(_make_kernels, channel, reserve, lends, context.name))
 
 
-def _make_kernels(channel: Channel, reserve: int, name: str) -> _Kernels:
+def _make_kernels(channel: Channel, reserve: int, lends: bool, name: str) -> _Kernels:
     if not channel.backend.one_sided:
         raise BackendUnavailableError(
             f"{name}: method 'fused' waits for flags in mapped peer memory, which backend "
@@ -186,7 +187,7 @@ def _make_kernels(channel: Channel, reserve: int, name: str) -> _Kernels:
         )
     require_kernels(channel.device, f"{name}: method 'fused'")
     limit_s = _GIVE_UP_FACTOR * channel.timeout_s + _GIVE_UP_EXTRA_S
-    launcher = GemmLauncher(channel.device, limit_s, reserve)
+    launcher = GemmLauncher(channel.device, limit_s, reserve, lends=lends)
 
     error = launcher.error
 

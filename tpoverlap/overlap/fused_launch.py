@@ -9,8 +9,9 @@
                                                                                                  | same operation? |
 
 Deadlock: programs that push (or compute a peer's rows) wait for nothing, and the GPU starts them first. A program waits
-only for what such programs of the peers send; and it leaves `RESERVED_PROGRAMS` multiprocessors free, so that another
-library's kernel, which a peer's kernel may be queued behind, finds room here.
+only for what such programs of the peers send; and programs that wait leave `RESERVED_PROGRAMS` multiprocessors free, so
+that another library's kernel, which a peer's kernel may be queued behind, finds room here. Where every program has one
+tile at most, those that wait for nobody may use these, too: they end, and then there is room.
 
 The kernel may read rows of an operation that is not the same one; what it made of them goes nowhere: the descriptors
 are compared before the caller's stream goes on, and an unequal one stops it (docs/protocol.md).
@@ -22,13 +23,14 @@ from typing import Final
 
 import torch
 
-from tpoverlap.comm import Copier, CopyJob, OneSidedExchange
+from tpoverlap.comm import Channel, Copier, CopyJob, OneSidedExchange
+from tpoverlap.comm.device_streams import CallerDeviceStream
 from tpoverlap.comm.signals import Signals
 from tpoverlap.comm.streams import Stream
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.overlap.context import OperationContext
-from tpoverlap.overlap.fused_blocks import Slots, gather_rows, scatter_rows
+from tpoverlap.overlap.fused_blocks import Place, Slots, gather_rows, scatter_rows
 
 RESERVED_PROGRAMS: Final = 16
 _PIECE_ROWS: Final = 128
@@ -53,14 +55,16 @@ def all_gather(
     rows = gather_rows(context.partition.counts, width, context.rank, _PIECE_ROWS)
     with context.open_gather() as exchange:
         assert isinstance(exchange, OneSidedExchange), "checked before"
-        slot, epoch = slots.at(context.region)
+        place, epoch = slots.at(context.region)
+        slot = place.slot
         pushes, launches = bool(rows.pushes), []
         for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True):
             launches.append(
                 launcher.gathered_rows(rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch, pushes=pushes)
             )
             pushes = False  # the first kernel's programs send; those of the others find the flags set
-        _wait_for_credits(exchange, x_shard_t, rows.own.start, launcher)
+        if not _credits_on_the_callers_stream(exchange, context.channel, place, epoch):
+            _wait_for_credits(exchange, x_shard_t, rows.own.start, launcher)
         if exchange.hands_out_slot:
             exchange.copy_own(x_shard_t, rows.own.start * width)
         for number, launch in enumerate(launches):
@@ -75,13 +79,33 @@ def reduce_scatter(
     rows = scatter_rows(context.partition.counts, context.width, context.rank, _PIECE_ROWS)
     with context.open_scatter() as exchange:
         assert isinstance(exchange, OneSidedExchange), "checked before"
-        slot, epoch = slots.at(context.region)
-        launch = launcher.scatter_rows(rows, gemm, out, slot, epoch)
-        _wait_for_credits(exchange, out[:0], 0, launcher)
+        place, epoch = slots.at(context.region)
+        launch = launcher.scatter_rows(rows, gemm, out, place.slot, epoch)
+        if not _credits_on_the_callers_stream(exchange, context.channel, place, epoch):
+            _wait_for_credits(exchange, out[:0], 0, launcher)
         exchange.run(exchange.caller, launch, "gemm", 0)
 
 
+def _credits_on_the_callers_stream(
+    exchange: OneSidedExchange, channel: Channel | None, place: Place, epoch: int
+) -> bool:
+    """Let the stream that launches the kernel wait for the credits; False: it cannot, or somebody counts transfers.
+
+    The comm stream then has nothing to send but descriptors, which nobody needs before this operation's end.
+    """
+    caller = exchange.caller
+    if type(caller) is not CallerDeviceStream or channel is None or channel.before_copy is not None:
+        return False
+    due = epoch - place.depth
+    for step in exchange.steps:
+        if step.sends:
+            caller.wait32(place.credits[step.sends[0].destination], due)
+    caller.flush()
+    return True
+
+
 def _wait_for_credits(exchange: OneSidedExchange, source: torch.Tensor, base_row: int, launcher: GemmLauncher) -> None:
+    """By way of the comm stream, as if the rows were sent there."""
     exchange.copier = _IN_KERNEL
     for step in exchange.steps:
         exchange.send(step, source, base_row)

@@ -24,7 +24,7 @@ from tpoverlap.gemm.triton.prepared import Prepared
 from tpoverlap.gemm.triton.push_plan import Push, PushPlan
 from tpoverlap.gemm.triton.tables import DeviceTables
 from tpoverlap.gemm.triton.tile_plan import TilePlan
-from tpoverlap.gemm.triton.tiles import INTERPRETED, TileShape, choose_tile
+from tpoverlap.gemm.triton.tiles import INTERPRETED, TileShape, choose_tile, fits_one_wave
 
 _INTERPRETED_PROGRAMS: Final = 3
 _POLLS_PER_S: Final = 2_000
@@ -44,6 +44,7 @@ class LaunchBuilder:
         tile: TileShape | None,
         use_tma: bool | None,
         driver: KernelDriver | None,
+        lends: bool,
     ) -> None:
         self.device = device
         self.interpreted = driver is None
@@ -54,6 +55,7 @@ class LaunchBuilder:
         self._kernels = InterpretedKernels(None) if driver is None else CompiledKernels(driver)
         multiprocessors = _INTERPRETED_PROGRAMS if driver is None else driver.multiprocessors
         self.num_programs = max(1, multiprocessors - reserve_programs)
+        self._lent = multiprocessors - self.num_programs if lends else 0
         # Pinned: the kernel stores into it, the host looks at it without a copy or a synchronisation.
         error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.error = error.numpy()
@@ -61,12 +63,26 @@ class LaunchBuilder:
         self._none = torch.zeros(4, dtype=torch.int32, device=device)
 
     def tile_for(
-        self, block_rows: tuple[int, ...], columns: int, dtype: torch.dtype, *, two_sums: bool = False
+        self,
+        block_rows: tuple[int, ...],
+        columns: int,
+        dtype: torch.dtype,
+        *,
+        two_sums: bool = False,
+        waiting_rows: tuple[int, ...] = (),
     ) -> TileShape:
-        """The tile for blocks of that many rows."""
+        """The tile for blocks of that many rows, of which ``waiting_rows`` wait for peers."""
         if self._tile is not None:
             return self._tile
-        return choose_tile(block_rows, columns, dtype.itemsize, self.num_programs, two_sums=two_sums)
+        return choose_tile(
+            block_rows,
+            columns,
+            dtype.itemsize,
+            self.num_programs,
+            two_sums=two_sums,
+            lent=self._lent,
+            waiting_rows=waiting_rows,
+        )
 
     def partial_tile(self, rows: OperationRows, width: int, dtype: torch.dtype) -> TileShape:
         """The tile of `partial`."""
@@ -87,8 +103,9 @@ class LaunchBuilder:
     ) -> Prepared:
         """See `GemmLauncher.gathered_rows`. Moving: own, matrix, out, bias."""
         operands = Operands.of([gathered], [matrix])
-        counts = tuple(block.stop - block.start for block in (rows.own, *rows.others))
-        tile = self.tile_for(counts, out.shape[1], out.dtype)
+        waiting = tuple(block.stop - block.start for block in rows.others)
+        counts = (rows.own.stop - rows.own.start, *waiting)
+        tile = self.tile_for(counts, out.shape[1], out.dtype, waiting_rows=waiting)
         plans = TilePlan.of((rows.own,), tile.rows), TilePlan.of(rows.others, tile.rows)
         moving = {"b0": 1, "out": 2, "out_descriptor": 2, "bias": 3}
         if own.shape[0]:
@@ -151,9 +168,11 @@ class LaunchBuilder:
             own_rows = given[0]
         elif tma:
             own_rows = self._kernels.descriptor(first, (tile.rows, tile.depth))
-        tiles = (len(own_plan.rows) + len(plan.rows)) * -(-width // tile.columns)
-        push_plan, pushers = self._push_plan(pushes, tiles, first.shape[1] * first.element_size())
-        programs = max(1, min(self.num_programs, tiles + pushers))
+        column_tiles = -(-width // tile.columns)
+        tiles = (len(own_plan.rows) + len(plan.rows)) * column_tiles
+        most = self._most_programs(tiles, len(plan.rows) * column_tiles)
+        push_plan, pushers = self._push_plan(pushes, tiles, most, first.shape[1] * first.element_size())
+        programs = max(1, min(most, tiles + pushers))
         if self.interpreted and pushes:
             programs = 1  # they run one after the other: the first would wait for rows that the second has yet to push
         out_descriptor = self._kernels.descriptor(out, (tile.rows, tile.columns // tile.parts)) if tma_store else out
@@ -245,7 +264,7 @@ class LaunchBuilder:
             out = out.new_empty(1, width)  # it cannot show a kernel an empty tensor, not even one that is not touched
         blocks = tuple(entry.block for entry in remote)
         counts = tuple(block.stop - block.start for block in (*blocks, own_block))
-        tile = self.tile_for(counts, width, gemm.dtype, two_sums=True)
+        tile = self.tile_for(counts, width, gemm.dtype, two_sums=True, waiting_rows=(count,))
         plan, own_plan = TilePlan.of(blocks, tile.rows), TilePlan.of((own_block,), tile.rows)
         operands = Operands.of(gemm.lefts, gemm.matrices)
         tma = self._use_tma and operands.describable()
@@ -310,6 +329,7 @@ class LaunchBuilder:
         extras = (extra for extra in (gemm.bias, gemm.addend) if extra is not None)
         tensors = (*gemm.lefts, *operands.stored, out, *extras)
         tiles = (len(plan.rows) + len(own_plan.rows)) * column_tiles
+        most = self._most_programs(tiles, len(own_plan.rows) * column_tiles)
         table = self._table(plan, own_plan)
         return self._loaded(
             SCATTER_GEMM,
@@ -317,7 +337,7 @@ class LaunchBuilder:
             (constants, *map(kind, tensors)),
             lambda: arguments(self._table(_NO_ROWS, _NO_ROWS), 0, 0),
             arguments(table, len(plan.rows), len(plan.rows) + len(own_plan.rows)),
-            1 if self.interpreted else max(1, min(self.num_programs, tiles)),
+            1 if self.interpreted else max(1, min(most, tiles)),
             _moving(gemm, "bias"),
             (table, slot, placed, parts, done, ticket),
         )
@@ -343,15 +363,19 @@ class LaunchBuilder:
         self._kernels.load(kernel, variant, no_work, constants, tile)
         return self._kernels.prepare(kernel, variant, programs, arguments, constants, tile, moving, keeps)
 
-    def _push_plan(self, pushes: tuple[Push, ...], tiles: int, row_bytes: int) -> tuple[PushPlan, int]:
+    def _most_programs(self, tiles: int, waiting: int) -> int:
+        lent = self._lent if fits_one_wave(tiles, waiting, self.num_programs, self._lent) else 0
+        return self.num_programs + lent
+
+    def _push_plan(self, pushes: tuple[Push, ...], tiles: int, most: int, row_bytes: int) -> tuple[PushPlan, int]:
         """What programs copy, and how many of them: those that the last wave of tiles leaves idle, but not too few."""
         if not pushes:
-            return _NO_PUSHES, 1
+            return _NO_PUSHES, 0
         if self.interpreted:  # small rows, still cut into parts
             plan = PushPlan.of(pushes, row_bytes, 3 * len(pushes), 1)
             return plan, len(plan.rows)
-        idle = -(-tiles // self.num_programs) * self.num_programs - tiles
-        plan = PushPlan.of(pushes, row_bytes, min(self.num_programs, max(idle, _LEAST_PUSHERS)))
+        idle = -(-tiles // most) * most - tiles
+        plan = PushPlan.of(pushes, row_bytes, min(most, max(idle, _LEAST_PUSHERS)))
         return plan, len(plan.rows)
 
     def _zeros(self, count: int) -> torch.Tensor:

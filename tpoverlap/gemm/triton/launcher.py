@@ -43,6 +43,7 @@ class GemmLauncher:
         tile: instead of `choose_tile`'s (tests).
         use_tma: False: pointers even where descriptors would do (tests).
         driver: instead of the device's (tests).
+        lends: programs that wait for nobody may use the multiprocessors that are left free, see `fits_one_wave`.
 
     Attributes:
         error: one word, not 0 once `gave_up`; asked in every operation.
@@ -56,10 +57,11 @@ class GemmLauncher:
         tile: TileShape | None = None,
         use_tma: bool | None = None,
         driver: KernelDriver | None = None,
+        lends: bool = False,
     ) -> None:
         if driver is None and device.type == "cuda":
             driver = CudaKernelDriver(device)
-        self._builder = LaunchBuilder(device, limit_s, reserve_programs, tile, use_tma, driver)
+        self._builder = LaunchBuilder(device, limit_s, reserve_programs, tile, use_tma, driver, lends)
         self.interpreted = driver is None
         self._current_stream = _no_stream if driver is None else driver.current_stream
         self._prepared: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()

@@ -102,7 +102,6 @@ def scatter_gemm(
     blocks = received.to(tl.pointer_type(out.dtype.element_ty))
     number = tl.atomic_add(ticket, 1, sem="relaxed")
     while number < tiles:
-        following = tl.atomic_add(ticket, 1, sem="relaxed")
         is_remote = number < remote_tiles
         within = tl.where(is_remote, number, number - remote_tiles)
         part = table + tl.where(is_remote, 0, remote_rows * 4)
@@ -114,6 +113,8 @@ def scatter_gemm(
                 total, lefts[term], rights[term], row, stop, column, N, depths[term], left_lds[term], right_lds[term],
                 ROWS, COLUMNS, DEPTH, TMA, N_MAJOR, PRECISION,
             )  # fmt: skip
+        # Not earlier: with as many programs as tiles, one that starts first would take two, and another none.
+        following = tl.atomic_add(ticket, 1, sem="relaxed")
         rows = row + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
         mask = (rows < stop)[:, None] & (columns < N)[None, :]

@@ -44,9 +44,26 @@ INTERPRETED: Final = TileShape(16, 32, 32, 1, 1, group=2)
 """Small, so that a test's few rows and columns make many tiles."""
 
 
+def fits_one_wave(tiles: int, waiting: int, num_programs: int, lent: int) -> bool:
+    """Whether each tile can have a program of its own.
+
+    With few tokens the tiles are often a power of two, 128, a little above what a kernel may take that leaves some
+    multiprocessors free: then it would need two waves. What has to be free is room beside programs that *wait*. The
+    others end by themselves; so where no program has a second tile, they may use the ``lent`` multiprocessors, too.
+    """
+    return tiles <= num_programs or (tiles <= num_programs + lent and waiting <= num_programs)
+
+
 @lru_cache(maxsize=4096)
 def choose_tile(
-    block_rows: Sequence[int], columns: int, itemsize_bytes: int, num_programs: int, *, two_sums: bool = False
+    block_rows: Sequence[int],
+    columns: int,
+    itemsize_bytes: int,
+    num_programs: int,
+    *,
+    two_sums: bool = False,
+    lent: int = 0,
+    waiting_rows: Sequence[int] = (),
 ) -> TileShape:
     """The tile with the least estimated time.
 
@@ -56,13 +73,17 @@ def choose_tile(
         itemsize_bytes: of the operands.
         num_programs: multiprocessors to use.
         two_sums: the epilogue keeps a second float32 sum.
+        lent: see `fits_one_wave`.
+        waiting_rows: of the blocks that wait for peers (a tuple).
     """
     candidates = _SINGLE if itemsize_bytes == 4 else _HALF_SUMMED if two_sums else _HALF
 
     def cost(candidate: tuple[TileShape, float]) -> float:
         tile, throughput = candidate
-        tiles = sum(-(-rows // tile.rows) for rows in block_rows) * -(-columns // tile.columns)
-        waves = -(-tiles // num_programs)
+        column_tiles = -(-columns // tile.columns)
+        tiles = sum(-(-rows // tile.rows) for rows in block_rows) * column_tiles
+        waiting = sum(-(-rows // tile.rows) for rows in waiting_rows) * column_tiles
+        waves = 1 if fits_one_wave(tiles, waiting, num_programs, lent) else -(-tiles // num_programs)
         # A long run of waves is not quantised so sharply: multiprocessors drift apart and even out.
         return waves * tile.rows * tile.columns / throughput
 
