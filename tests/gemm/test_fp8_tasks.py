@@ -17,7 +17,6 @@ from tpoverlap.gemm.fp8 import (
     Recipe,
     ScaledPartialGemm,
     ScaledRowGemm,
-    padded_transposed,
     require_features,
     scaled_weight_grad,
     unpack_rows,
@@ -140,7 +139,7 @@ def test_weight_grad(fp8_format: str, dtype: torch.dtype, num_tokens: int) -> No
     recipe = Float8CurrentScaling(fp8_format)
     dy, x = _draw(num_tokens, N, 0, dtype), _draw(num_tokens, K, 1, dtype)
     dy8, x8 = _quantise(recipe, "grad", dy), _quantise(recipe, "input", x)
-    dy_t, x_t = padded_transposed(dy8), padded_transposed(x8)
+    dy_t, x_t = dy8.padded_transposed(), x8.padded_transposed()
     assert dy_t.data.shape == (N, -(-num_tokens // 16) * 16) and dy_t.data.is_contiguous()
     out = torch.empty(N, K, dtype=dtype)
     scaled_weight_grad(dy_t, x_t, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.gemm import weight_grad
-from tpoverlap.gemm.fp8 import QuantizedTensor, padded_transposed, scaled_weight_grad
+from tpoverlap.gemm.fp8 import QuantizedTensor, scaled_weight_grad
 
 
 class WgradOperand:
@@ -20,7 +20,7 @@ class WgradOperand:
     def transposed(self) -> QuantizedTensor:
         """[width, T16] in FP8."""
         if self._transposed is None:
-            self._transposed = padded_transposed(self.tensor)
+            self._transposed = self.tensor.padded_transposed()
         return self._transposed
 
     @property
