@@ -59,20 +59,20 @@ class PlainOperations:
     def quantize(
         self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transposes: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``x`` under ``scale`` [1, 1]: bytes uint8 [rows, columns] and, if asked for, `transpose` of them."""
+        """``x`` under ``scale`` [1, 1]: float8 [rows, columns] and, if asked for, `transpose` of it."""
         data = _quantized(x, scale, dtype)
         return data, self.transpose(data) if transposes else None
 
     def transpose(self, data: torch.Tensor) -> torch.Tensor:
-        """Bytes [rows, columns] as [columns, rows rounded up to a multiple of 16], padded with zeros, contiguous."""
+        """Float8 [rows, columns] as [columns, rows rounded up to a multiple of 16], padded with zeros, contiguous."""
         num_rows, width = data.shape
-        made = data.new_empty(width, padded(num_rows))
-        made[:, :num_rows].copy_(data.t())
+        made = data.new_empty(width, padded(num_rows), dtype=torch.uint8)
+        made[:, :num_rows].copy_(data.view(torch.uint8).t())
         made[:, num_rows:].zero_()
-        return made
+        return made.view(data.dtype)
 
     def quantize_rows(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row under its own scale: bytes [rows, columns], scales [rows, 1]."""
+        """Each row under its own scale: float8 [rows, columns], scales [rows, 1]."""
         scale = scale_of(_row_maxima(x), ScaleRule(dtype))
         return _quantized(x, scale, dtype), scale
 
@@ -80,7 +80,7 @@ class PlainOperations:
         """`quantize_rows` into ``out`` uint8 [rows, columns + 4]: each row's bytes, then its scale."""
         width = x.shape[1]
         data, scale = self.quantize_rows(x, dtype)
-        out[:, :width].copy_(data)
+        out[:, :width].copy_(data.view(torch.uint8))
         out[:, width:].copy_(scale.view(torch.uint8))
 
     def unpack_rows(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -108,4 +108,4 @@ def _quantized(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
     x = x.contiguous()  # or the bytes would inherit its strides
     scaled = (x.float() * scale.reciprocal()).clamp_(-most, most)
     scaled.masked_fill_(~torch.isfinite(x), float("nan"))  # torch would saturate an infinity
-    return scaled.to(dtype).view(torch.uint8)
+    return scaled.to(dtype)

@@ -1,6 +1,6 @@
 """Tensors as FP8 bytes and float32 scales: ``x ~ data * scale``. Deterministic, no host synchronisation.
 
-A GPU runs the Triton kernels of `tpoverlap.gemm.fp8.kernels`, a CPU their twins of `tpoverlap.gemm.fp8.plain`, whose
+A GPU runs the Triton kernels of `tpoverlap.gemm.fp8.kernels`, a CPU their twins of `tpoverlap.gemm.fp8.plain`, with
 first lines state the rules for zeros, for numbers beyond the range, and for what is not finite.
 """
 
@@ -50,8 +50,8 @@ class QuantizedTensor:
         data: float8, [rows, columns], contiguous.
         scale: float32, what data is multiplied with: [1, 1], or [rows, 1] for row-wise scaling.
         dtype: of the original.
-        columns: float8 [columns, rows rounded up to a multiple of 16], padded with zeros: the transposed copy, if it was
-            made along.
+        columns: the transposed copy, if it was made along: float8 [columns, rows rounded up to a multiple of 16], with
+            zeros at the end.
     """
 
     data: torch.Tensor
@@ -81,7 +81,7 @@ class QuantizedTensor:
         assert self.scale.numel() == 1, "row-wise scales do not survive a transposition"
         columns = self.columns
         if columns is None:
-            columns = operations_on(self.data.device).transpose(self.bytes).view(self.data.dtype)
+            columns = operations_on(self.data.device).transpose(self.data)
         return QuantizedTensor(columns, self.scale, self.dtype)
 
     def transposed(self) -> QuantizedTensor:
@@ -111,12 +111,11 @@ def scale_of(
     return plain.scale_of(amax, ScaleRule(dtype, margin, power_of_2, epsilon))
 
 
-def quantize(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, transposes: bool = False
-) -> QuantizedTensor:
+def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, transposes: bool = False) -> QuantizedTensor:
     """``x`` [rows, columns] in format ``dtype`` under ``scale`` [1, 1]; with its transposed copy if asked for."""
     assert scale.numel() == 1, "row-wise scales come from quantize_rows"
-    return _tensor(*operations_on(x.device).quantize(x, scale, dtype, transposes), scale, dtype, x.dtype)
+    data, columns = operations_on(x.device).quantize(x, scale, dtype, transposes)
+    return QuantizedTensor(data, scale, x.dtype, columns)
 
 
 def quantize_by_maxima(
@@ -124,13 +123,13 @@ def quantize_by_maxima(
 ) -> QuantizedTensor:
     """``x`` [rows, columns] under the scale of the largest of ``maxima``: its own, or those of all ranks."""
     data, columns, scale = operations_on(x.device).quantize_by_maxima(x, maxima, rule, transposes)
-    return _tensor(data, columns, scale, rule.dtype, x.dtype)
+    return QuantizedTensor(data, scale, x.dtype, columns)
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor:
     """``x`` [rows, columns], each row under its own scale."""
     data, scale = operations_on(x.device).quantize_rows(x, dtype)
-    return _tensor(data, None, scale, dtype, x.dtype)
+    return QuantizedTensor(data, scale, x.dtype)
 
 
 def pack_rows(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
@@ -144,10 +143,3 @@ def pack_rows(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
 def unpack_rows(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Float32 [rows, N] from what `pack_rows` wrote."""
     return operations_on(packed.device).unpack_rows(packed, dtype)
-
-
-def _tensor(
-    data: torch.Tensor, columns: torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype, original: torch.dtype
-) -> QuantizedTensor:
-    turned = None if columns is None else columns.view(dtype)
-    return QuantizedTensor(data.view(dtype), scale, original, turned)

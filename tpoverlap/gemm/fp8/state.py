@@ -15,8 +15,9 @@ from tpoverlap.gemm.fp8.recipes import Float8CurrentScaling, Recipe
 
 @dataclass
 class QuantizedWeight:
-    """A weight [N, K] in FP8, in the two orientations that GEMMs read. The second one is made along if it is known to be
-    needed, or when it is asked for.
+    """A weight [N, K] in FP8, in the two orientations that GEMMs read.
+
+    The second one is made along with the first if it is known to be needed, else when it is asked for.
     """
 
     weight: QuantizedTensor

@@ -24,8 +24,18 @@ _TILE_WARPS: Final = 8
 _PROGRAMS: Final = 1056
 _MAXIMA: Final = 512
 """Parts that a tensor's magnitude is measured in; every quantising program reads them all."""
-_ROW_BLOCK: Final = 32768
+_ROW_BLOCK: Final = 16384
+"""Elements of a row that stay in registers between its magnitude and its bytes; longer rows are read twice."""
+_UNPACK_TILE: Final = (8, 256)
 _MOST: Final = 2**31
+_BYTES, _WORDS = torch.uint8, torch.int32
+_SEEN_AS: Final[dict[str, tuple[torch.dtype | None, ...]]] = {
+    "tiles.quantize_tiles": (None, None, None, _BYTES, _WORDS),
+    "tiles.transpose_tiles": (_BYTES, _WORDS),
+    "tiles.dequantize_tiles": (_BYTES, None, None),
+    "rows.quantize_rows": (None, None, _BYTES),  # packed: words already
+}
+"""What kernels take float8 tensors for: a launch by address needs no view."""
 
 
 class KernelOperations:
@@ -85,10 +95,10 @@ class KernelOperations:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = _in_rows(x)
         num_rows, width = x.shape
-        data = x.new_empty(num_rows, width, dtype=torch.uint8)
-        transposed = x.new_empty(width, padded(num_rows), dtype=torch.uint8) if transposes else None
+        data = x.new_empty(num_rows, width, dtype=rule.dtype)
+        transposed = x.new_empty(width, padded(num_rows), dtype=rule.dtype) if transposes else None
         unit = _unit(x, width, x.stride(0))
-        words = None if transposed is None or num_rows == 0 else transposed.view(torch.int32)
+        words = transposed if num_rows else None
         self._launch(
             "tiles.quantize_tiles",
             _programs(num_rows, width),
@@ -97,7 +107,7 @@ class KernelOperations:
                 scale if maxima is None else maxima,
                 scale,
                 data,
-                data if words is None else words,
+                scale if words is None else words,
             ),
             (
                 0 if maxima is None else maxima.numel(),
@@ -131,7 +141,7 @@ class KernelOperations:
             self._launch(
                 "tiles.transpose_tiles",
                 _programs(num_rows, width),
-                (data, made.view(torch.int32)),
+                (data, made),
                 (num_rows, width // unit, data.stride(0) // unit, made.shape[1] // _VECTOR),
                 (unit, *_TILE),
                 _TILE_WARPS,
@@ -140,14 +150,15 @@ class KernelOperations:
 
     def quantize_rows(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """As the twin's, in one launch."""
-        data = x.new_empty(x.shape, dtype=torch.uint8)
+        data = x.new_empty(x.shape, dtype=dtype)
         scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
         self._rows(x, dtype, scale, data, packed=False)
         return data, scale
 
     def pack_rows(self, x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
-        """As the twin's, in one launch."""
-        self._rows(x, dtype, out, out, packed=True)
+        """As the twin's, in one launch. ``out`` starts on 4 bytes, as rows of N + 4 bytes do."""
+        words = _words(out)
+        self._rows(x, dtype, words, words, packed=True)
 
     def _rows(
         self, x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, data: torch.Tensor, *, packed: bool
@@ -156,51 +167,38 @@ class KernelOperations:
         num_rows, width = x.shape
         if num_rows == 0:
             return
-        assert data.stride(1) == 1, "rows of bytes are contiguous"
-        columns = min(1 << max(width - 1, 1).bit_length(), _ROW_BLOCK)
+        columns = min(max(4, 1 << (width - 1).bit_length()), _ROW_BLOCK)
         rows = max(1, 4096 // columns)
-        unit, pitch = _unit(x, width, x.stride(0)), data.stride(0)
-        pitch_unit = _VECTOR if pitch % _VECTOR == 0 else 4 if pitch % 4 == 0 else 1
+        unit = _unit(x, width, x.stride(0))
         rule = ScaleRule(dtype)
         self._launch(
             "rows.quantize_rows",
             -(-num_rows // rows),
             (x, scale, data),
-            (num_rows, width // unit, x.stride(0) // unit, pitch // pitch_unit, rule.factor),
-            (
-                unit,
-                pitch_unit,
-                rows,
-                columns,
-                width <= columns,
-                rule.is_e5m2,
-                packed,
-                self._interpreted,
-            ),
+            (num_rows, width // unit, x.stride(0) // unit, data.stride(0), rule.factor),
+            (unit, rows, columns, width <= columns, rule.is_e5m2, packed, self._interpreted),
             min(16, max(4, rows * columns // 1024)),
         )
 
     def unpack_rows(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As the twin's, in one launch."""
-        packed = _in_rows(packed)
         num_rows, width = packed.shape[0], packed.shape[1] - SCALE_BYTES
         out = packed.new_empty(num_rows, width, dtype=torch.float32)
         if out.numel():
-            unit, pitch = 4 if width % 4 == 0 else 1, packed.stride(0)
-            pitch_unit = 4 if pitch % 4 == 0 else 1
+            words = _words(packed)
             self._launch(
                 "rows.unpack_rows",
-                _programs(num_rows, width, _AMAX_TILE),
-                (packed, out),
-                (num_rows, width // unit, pitch // pitch_unit),
-                (unit, pitch_unit, *_AMAX_TILE, dtype == torch.float8_e5m2, self._interpreted),
+                _programs(num_rows, width, (_UNPACK_TILE[0], 4 * _UNPACK_TILE[1])),
+                (words, out),
+                (num_rows, width // 4, words.stride(0)),
+                (*_UNPACK_TILE, dtype == torch.float8_e5m2, self._interpreted),
                 _TILE_WARPS,
             )
         return out
 
     def dequantize(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As the twin's, in one launch."""
-        is_e5m2, data = data.dtype == torch.float8_e5m2, _in_rows(data.view(torch.uint8))
+        is_e5m2, data = data.dtype == torch.float8_e5m2, _in_rows(data)
         num_rows, width = data.shape
         out = data.new_empty(num_rows, width, dtype=dtype)
         if out.numel():
@@ -225,11 +223,25 @@ class KernelOperations:
         num_warps: int,
     ) -> None:
         if self._interpreted:
-            load(name)[(programs,)](*tensors, *numbers, *constants, num_warps=num_warps)
+            load(name)[(programs,)](*_seen(name, tensors), *numbers, *constants, num_warps=num_warps)
             return
-        if self._device.index not in (None, torch.cuda.current_device()):
+        if self._device.index in (None, torch.cuda.current_device()):
+            self._launch_here(name, programs, tensors, numbers, constants, num_warps)
+        else:
             with torch.cuda.device(self._device):
-                return self._launch(name, programs, tensors, numbers, constants, num_warps)
+                self._launch_here(name, programs, tensors, numbers, constants, num_warps)
+
+    def _launch_here(
+        self,
+        name: str,
+        programs: int,
+        tensors: Sequence[torch.Tensor],
+        numbers: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+    ) -> None:
+        if max(numbers) >= _MOST:
+            raise ActiveShapeError(f"FP8 kernels take fewer than 2**31 rows and columns, got {numbers}")
         addresses = [tensor.data_ptr() for tensor in tensors]
         aligned = tuple([address % _VECTOR == 0 for address in addresses])
         # Of the dtypes, only the first and the last tensor's are not the kernel's own.
@@ -238,9 +250,9 @@ class KernelOperations:
         if binary is not None:
             binary[(programs, 1, 1)](*addresses, *numbers, *constants)
             return
-        if max(numbers) >= _MOST:
-            raise ActiveShapeError(f"FP8 kernels take fewer than 2**31 rows and columns, got {numbers}")
-        self._binaries[variant] = load(name)[(programs,)](*tensors, *numbers, *constants, num_warps=num_warps)
+        self._binaries[variant] = load(name)[(programs,)](
+            *_seen(name, tensors), *numbers, *constants, num_warps=num_warps
+        )
 
 
 def load(name: str) -> Any:
@@ -249,9 +261,23 @@ def load(name: str) -> Any:
     return getattr(importlib.import_module(f"tpoverlap.gemm.fp8.kernels.{module}"), function)
 
 
+def _seen(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    kinds = _SEEN_AS.get(name) or (None,) * len(tensors)
+    return [
+        tensor if kind is None or tensor.dtype == torch.int32 else tensor.view(kind)
+        for tensor, kind in zip(tensors, kinds, strict=True)
+    ]
+
+
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [rows, columns] with contiguous rows; a copy only if they are not. Rows of one element may have any pitch."""
+    """``x`` [rows, columns] with contiguous rows; a copy only if not. Rows of one element may have any pitch."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _words(packed: torch.Tensor) -> torch.Tensor:
+    """Packed rows as int32."""
+    assert packed.stride(1) == 1 and packed.data_ptr() % 4 == 0 and packed.stride(0) % 4 == 0, "not rows of words"
+    return packed.view(torch.int32)
 
 
 def _unit(x: torch.Tensor, width: int, pitch: int) -> int:

@@ -1,4 +1,4 @@
-"""Device functions: magnitudes, scales, and float32 numbers as FP8 bytes. Bit for bit what `gemm.fp8.plain` computes."""
+"""Device functions: magnitudes, scales, float32 numbers as FP8 bytes. Bit for bit what `gemm.fp8.plain` computes."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 from __future__ import annotations

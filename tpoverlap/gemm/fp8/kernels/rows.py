@@ -20,7 +20,6 @@ def quantize_rows(
     data_ld,
     factor,
     UNIT: tl.constexpr,
-    PITCH_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
@@ -32,74 +31,95 @@ def quantize_rows(
 
     Args:
         scale: float32 [num_rows]; PACKED: not used.
-        data: uint8, ``data_ld * PITCH_UNIT`` bytes from row to row; PACKED: the scale's four bytes follow each row.
+        data: uint8 [num_rows, width]; PACKED: int32 words, ``data_ld`` from row to row, the scale after each row's.
     """
     width = columns * UNIT
-    x_pitch, data_pitch = x_ld.to(tl.int64) * UNIT, data_ld.to(tl.int64) * PITCH_UNIT
+    x_pitch = x_ld.to(tl.int64) * UNIT
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lines = row < num_rows
-    x_row = x + row.to(tl.int64)[:, None] * x_pitch
-    data_row = data + row.to(tl.int64)[:, None] * data_pitch
+    line = row.to(tl.int64)[:, None]
     if ONE_BLOCK:
-        column = tl.arange(0, COLUMNS)
-        inside = lines[:, None] & (column < width)[None, :]
-        numbers = tl.load(x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        numbers, inside = _block(x + line * x_pitch, 0, width, lines, COLUMNS)
         largest = tl.max(magnitude_bits(numbers), 1)
         chosen = scale_of(largest.to(tl.float32, bitcast=True), factor, 0.0, False)
         bits = to_bytes(numbers, tl.div_rn(1.0, chosen)[:, None], E5M2, INTERPRETED)
-        tl.store(data_row + column[None, :], bits, mask=inside)
+        _store(data, bits, inside, line, 0, width, data_ld, lines, ROWS, COLUMNS, PACKED)
     else:
         found = tl.zeros([ROWS, COLUMNS], tl.int32)
         for start in range(0, width, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            inside = lines[:, None] & (column < width)[None, :]
-            numbers = tl.load(x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            numbers, inside = _block(x + line * x_pitch, start, width, lines, COLUMNS)
             found = tl.maximum(found, magnitude_bits(numbers))
         largest = tl.max(found, 1)
         chosen = scale_of(largest.to(tl.float32, bitcast=True), factor, 0.0, False)
         inverse = tl.div_rn(1.0, chosen)[:, None]
         for start in range(0, width, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            inside = lines[:, None] & (column < width)[None, :]
-            numbers = tl.load(x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            tl.store(data_row + column[None, :], to_bytes(numbers, inverse, E5M2, INTERPRETED), mask=inside)
-    if PACKED:  # byte by byte: rows of N + 4 bytes start anywhere
-        bits = chosen.to(tl.int32, bitcast=True)
-        place = data + row.to(tl.int64) * data_pitch + width
-        for part in tl.static_range(4):
-            tl.store(place + part, ((bits >> (8 * part)) & 0xFF).to(tl.uint8), mask=lines)
+            numbers, inside = _block(x + line * x_pitch, start, width, lines, COLUMNS)
+            bits = to_bytes(numbers, inverse, E5M2, INTERPRETED)
+            _store(data, bits, inside, line, start, width, data_ld, lines, ROWS, COLUMNS, PACKED)
+    if PACKED:
+        place = data + row.to(tl.int64) * data_ld + width // 4
+        tl.store(place, chosen.to(tl.int32, bitcast=True), mask=lines)
     else:
         tl.store(scale + row, chosen, mask=lines)
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns", "pitch"])
+@triton.jit
+def _block(x_row, start, width, lines, COLUMNS: tl.constexpr):
+    column = start + tl.arange(0, COLUMNS)
+    inside = lines[:, None] & (column < width)[None, :]
+    return tl.load(x_row + column[None, :], mask=inside, other=0.0).to(tl.float32), inside
+
+
+@triton.jit
+def _store(
+    data,
+    bits,
+    inside,
+    line,
+    start,
+    width,
+    data_ld,
+    lines,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    if PACKED:  # rows of N + 4 bytes start on 4 bytes only: words, or it would be byte by byte
+        shift = (tl.arange(0, 4) * 8)[None, None, :]
+        word = tl.sum(tl.reshape(bits, [ROWS, COLUMNS // 4, 4]).to(tl.int32) << shift, 2)
+        index = start // 4 + tl.arange(0, COLUMNS // 4)
+        tl.store(data + line * data_ld + index[None, :], word, mask=lines[:, None] & (index < width // 4)[None, :])
+    else:
+        tl.store(data + line * width + (start + tl.arange(0, COLUMNS))[None, :], bits, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "words", "pitch"])
 def unpack_rows(
     packed,
     out,
     num_rows,
-    columns,
+    words,
     pitch,
-    UNIT: tl.constexpr,
-    PITCH_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
     E5M2: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """``out`` float32 [num_rows, width] = the numbers of rows that `quantize_rows` packed."""
-    width = columns * UNIT
-    packed_pitch = pitch.to(tl.int64) * PITCH_UNIT
-    column_tiles = tl.cdiv(width, COLUMNS)
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * column_tiles, tl.num_programs(0)):
-        row = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)
-        column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    """``out`` float32 [num_rows, 4 * words] = the numbers of rows that `quantize_rows` packed, as int32 words."""
+    word_tiles = tl.cdiv(words, WORDS)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * word_tiles, tl.num_programs(0)):
+        row = (tile // word_tiles) * ROWS + tl.arange(0, ROWS)
+        index = (tile % word_tiles) * WORDS + tl.arange(0, WORDS)
         lines = row < num_rows
-        inside = lines[:, None] & (column < width)[None, :]
         line = row.to(tl.int64)
-        bits = tl.zeros([ROWS], tl.int32)
-        for part in tl.static_range(4):
-            byte = tl.load(packed + line * packed_pitch + width + part, mask=lines, other=0)
-            bits = bits | (byte.to(tl.int32) << (8 * part))
-        data = tl.load(packed + line[:, None] * packed_pitch + column[None, :], mask=inside, other=0)
-        numbers = to_numbers(data, E5M2, INTERPRETED) * bits.to(tl.float32, bitcast=True)[:, None]
-        tl.store(out + line[:, None] * width + column[None, :], numbers, mask=inside)
+        scale = tl.load(packed + line * pitch + words, mask=lines, other=0).to(tl.float32, bitcast=True)[:, None]
+        inside = lines[:, None] & (index < words)[None, :]
+        word = tl.load(packed + line[:, None] * pitch + index[None, :], mask=inside, other=0)
+        first = to_numbers((word & 0xFF).to(tl.uint8), E5M2, INTERPRETED) * scale
+        second = to_numbers(((word >> 8) & 0xFF).to(tl.uint8), E5M2, INTERPRETED) * scale
+        third = to_numbers(((word >> 16) & 0xFF).to(tl.uint8), E5M2, INTERPRETED) * scale
+        fourth = to_numbers(((word >> 24) & 0xFF).to(tl.uint8), E5M2, INTERPRETED) * scale
+        numbers = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [ROWS, WORDS * 4])
+        column = (tile % word_tiles) * (WORDS * 4) + tl.arange(0, WORDS * 4)
+        inside = lines[:, None] & (column < words * 4)[None, :]
+        tl.store(out + line[:, None] * (words * 4) + column[None, :], numbers, mask=inside)
