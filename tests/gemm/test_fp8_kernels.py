@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -88,3 +89,19 @@ def test_a_cpu_runs_the_twins_and_never_the_interpreter_unasked() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         with pytest.raises(BackendUnavailableError, match=r"FP8 on cpu needs Triton kernels: .*or run without fp8"):
             KernelOperations(torch.device("cpu"))
+
+
+@NEEDS_TRITON
+def test_the_benchmark_runs_in_the_interpreter(tmp_path: Path) -> None:
+    file = tmp_path / "kernels.json"
+    run_cases(
+        "benchmarks.fp8_kernels", "--device", "cpu", "--rounds", "1", "--out", str(file), interpret=True, timeout_s=110
+    )
+    found = json.loads(file.read_text())
+    assert len(found["kernels"]) == 8 and all(row["us"] > 0 for row in found["kernels"])
+    assert [row["gemm"] for row in found["gemms"] if "error" not in row] == [
+        "per-tensor fast",
+        "per-tensor",
+        "row-wise",
+        "bfloat16",
+    ]
