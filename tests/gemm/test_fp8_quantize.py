@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpoverlap.gemm.fp8 import QuantizedTensor, pack_rows, quantize, scale_of, unpack_rows
-from tpoverlap.gemm.fp8.quantize import row_amax, tensor_amax
+from tpoverlap.gemm.fp8 import QuantizedTensor, pack_rows, quantize, quantize_rows, scale_of, unpack_rows
+from tpoverlap.gemm.fp8.quantize import tensor_amax
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = [E4M3, E5M2]
@@ -27,7 +27,7 @@ def _draw(rows: int, columns: int, seed: int, scale: float = 1.0, dtype: torch.d
 
 
 def _current(x: torch.Tensor, dtype: torch.dtype, *, rowwise: bool = False) -> QuantizedTensor:
-    return quantize(x, scale_of((row_amax if rowwise else tensor_amax)(x), dtype), dtype)
+    return quantize_rows(x, dtype) if rowwise else quantize(x, scale_of(tensor_amax(x), dtype), dtype)
 
 
 @given(formats, st.integers(0, 5), st.integers(1, 33), magnitudes, st.booleans(), st.integers(0, 99))

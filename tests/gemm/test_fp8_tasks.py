@@ -17,7 +17,6 @@ from tpoverlap.gemm.fp8 import (
     Recipe,
     ScaledPartialGemm,
     ScaledRowGemm,
-    padded_transposed,
     require_features,
     scaled_weight_grad,
     unpack_rows,
@@ -140,7 +139,7 @@ def test_weight_grad(fp8_format: str, dtype: torch.dtype, num_tokens: int) -> No
     recipe = Float8CurrentScaling(fp8_format)
     dy, x = _draw(num_tokens, N, 0, dtype), _draw(num_tokens, K, 1, dtype)
     dy8, x8 = _quantise(recipe, "grad", dy), _quantise(recipe, "input", x)
-    dy_t, x_t = padded_transposed(dy8), padded_transposed(x8)
+    dy_t, x_t = dy8.padded_transposed(), x8.padded_transposed()
     assert dy_t.data.shape == (N, -(-num_tokens // 16) * 16) and dy_t.data.is_contiguous()
     out = torch.empty(N, K, dtype=dtype)
     scaled_weight_grad(dy_t, x_t, out)
@@ -179,3 +178,29 @@ def test_tensor_cores_give_the_reference(recipe: Recipe, dtype: torch.dtype, num
     bound = max(TIGHT[dtype], 2.0**-11)
     expected = results[0][1]
     assert torch.allclose(results[1][1], expected, rtol=bound, atol=bound * float(expected.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("start", [0, 1, 3, 16])
+def test_row_wise_chunks_on_tensor_cores(bias: bool, start: int) -> None:
+    """Chunks whose scales start anywhere, and a bias: what cuBLASLt wants in another way."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 tensor cores")
+    num_tokens, depth, width = 257, 512, 256
+    x, weight = _draw(num_tokens, depth, 0, torch.bfloat16).cuda(), _draw(width, depth, 1, torch.bfloat16).cuda()
+    shift = _draw(1, width, 3, torch.bfloat16)[0].cuda() if bias else None
+    x8, w8 = (_quantise(Float8RowwiseScaling(), role, one) for role, one in (("input", x), ("weight", weight)))
+    out = torch.zeros(num_tokens, width, dtype=torch.bfloat16, device="cuda")
+    gemm = ScaledRowGemm(weights=[w8], biases=[shift], outs=[out], x_scale=x8.scale, x_format=x8.data.dtype)
+    gemm.rows(x8.bytes[start:], start)
+    expected = _wide(x8) @ _wide(w8).t() + (0 if shift is None else shift.double())
+    assert not bool(out[:start].any())
+    bound = 2.0**-7  # rounded before the bias and after it; fast accumulation
+    assert torch.allclose(out[start:].double(), expected[start:], rtol=bound, atol=bound * float(expected.abs().max()))
+    partial = ScaledPartialGemm(terms=[(x8, w8)], bias=shift)
+    part = partial.empty(num_tokens, 64)
+    partial.columns(128, 192, part, slice(start, num_tokens))
+    assert torch.allclose(
+        part[start:].double(), expected[start:, 128:192], rtol=bound, atol=bound * float(expected.abs().max())
+    )

@@ -18,7 +18,7 @@ import torch
 from tpoverlap.comm.descriptor import text_hash
 from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.errors import CapacityError, ConfigError
-from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer, quantize
+from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer
 from tpoverlap.gemm.fp8.quantize import ALIGNMENT
 from tpoverlap.gemm.tasks import PartialGemm
 from tpoverlap.overlap.context import OperationContext
@@ -98,14 +98,12 @@ class QuantizedShard:
             if record:
                 self._amax = quantizer.measure(x_shard_t)
             return
-        amax = quantizer.measure(x_shard_t)
         if quantizer.is_rowwise:
-            own = quantizer.scale_from(amax)
-            self.scale = put_together(operation, own, operation.partition)
-            self.local = quantize(x_shard_t, own, quantizer.dtype)
+            self.local = quantizer.local(x_shard_t, record=False)
+            self.scale = put_together(operation, self.local.scale, operation.partition)
         else:
-            self.scale = quantizer.scale_from(_largest(operation, amax))
-            self.local = quantize(x_shard_t, self.scale, quantizer.dtype)
+            self.local = quantizer.by_maxima(x_shard_t, _of_all_ranks(operation, quantizer.measure(x_shard_t)))
+            self.scale = self.local.scale
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,15 +117,13 @@ class QuantizedShard:
     def finish(self) -> None:
         """After the operation: let delayed scaling remember. All ranks then hold the same history."""
         if self._amax is not None:
-            self._quantizer.record(_largest(self._operation, self._amax))
+            self._quantizer.record(_of_all_ranks(self._operation, self._amax))
 
 
-def _largest(operation: OperationContext, amax: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of all ranks, [1, 1]; a NaN stays one."""
+def _of_all_ranks(operation: OperationContext, amax: torch.Tensor) -> torch.Tensor:
+    """The magnitudes [1, 1] of all ranks, [R, 1]."""
     size = operation.partition.tp_size
-    if size == 1:
-        return amax
-    return put_together(operation, amax, TokenPartition.even(size, size)).amax().reshape(1, 1)
+    return amax if size == 1 else put_together(operation, amax, TokenPartition.even(size, size))
 
 
 def put_together(operation: OperationContext, values: torch.Tensor, partition: TokenPartition) -> torch.Tensor:

@@ -1,26 +1,48 @@
-"""Tensors as FP8 bytes and float32 scales: ``x ~ data * scale``. Plain torch, deterministic, no host synchronisation.
+"""Tensors as FP8 bytes and float32 scales: ``x ~ data * scale``. Deterministic, no host synchronisation.
 
-Rules, on every device alike:
-
-- zeros, and a shard without rows, have magnitude 0; the scale is then 1;
-- a finite value beyond the format's range saturates (delayed scaling can meet one);
-- whatever is not finite becomes NaN, so that an overflow upstream stays visible; a tensor that holds one has scale 1.
+A GPU runs the Triton kernels of `tpoverlap.gemm.fp8.kernels`, a CPU their twins of `tpoverlap.gemm.fp8.plain`, with
+first lines state the rules for zeros, for numbers beyond the range, and for what is not finite.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-_TINY = torch.finfo(torch.float32).tiny
-_HUGE = torch.finfo(torch.float32).max
-ALIGNMENT = 16
-"""FP8 tensor cores want both feature sizes of a GEMM in multiples of this."""
-SCALE_BYTES = 4
+from tpoverlap.gemm.fp8 import plain
+from tpoverlap.gemm.fp8.kernels.launch import KernelOperations
+from tpoverlap.gemm.fp8.plain import ALIGNMENT, SCALE_BYTES, PlainOperations
+from tpoverlap.gemm.fp8.scale_rule import ScaleRule
+
+__all__ = [
+    "ALIGNMENT",
+    "SCALE_BYTES",
+    "QuantizedTensor",
+    "operations_on",
+    "pack_rows",
+    "quantize",
+    "quantize_by_maxima",
+    "quantize_rows",
+    "scale_of",
+    "tensor_amax",
+    "tensor_maxima",
+    "unpack_rows",
+]
 
 
-@dataclass(frozen=True)
+@lru_cache(maxsize=64)
+def operations_on(device: torch.device) -> PlainOperations | KernelOperations:
+    """What runs on ``device``.
+
+    Raises:
+        BackendUnavailableError: a GPU on which Triton kernels do not run.
+    """
+    return KernelOperations(device) if device.type == "cuda" else PlainOperations()
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedTensor:
     """A [rows, columns] tensor in FP8.
 
@@ -28,11 +50,14 @@ class QuantizedTensor:
         data: float8, [rows, columns], contiguous.
         scale: float32, what data is multiplied with: [1, 1], or [rows, 1] for row-wise scaling.
         dtype: of the original.
+        columns: the transposed copy, if it was made along: float8 [columns, rows rounded up to a multiple of 16], with
+            zeros at the end.
     """
 
     data: torch.Tensor
     scale: torch.Tensor
     dtype: torch.dtype
+    columns: torch.Tensor | None = None
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -46,59 +71,65 @@ class QuantizedTensor:
 
     def dequantize(self) -> torch.Tensor:
         """[rows, columns] in the original dtype, rounded once."""
-        return (self.data.float() * self.scale).to(self.dtype)
+        return operations_on(self.data.device).dequantize(self.data, self.scale, self.dtype)
+
+    def padded_transposed(self) -> QuantizedTensor:
+        """[columns, T16]: the rows rounded up to a multiple of 16 with zeros, since they are the K of wgrad's GEMM.
+
+        Per-tensor scales only: others would sit on columns.
+        """
+        assert self.scale.numel() == 1, "row-wise scales do not survive a transposition"
+        columns = self.columns
+        if columns is None:
+            columns = operations_on(self.data.device).transpose(self.data)
+        return QuantizedTensor(columns, self.scale, self.dtype)
 
     def transposed(self) -> QuantizedTensor:
-        """The transposed tensor, its bytes contiguous again. Per-tensor scales only: others would sit on columns."""
-        assert self.scale.numel() == 1, "row-wise scales do not survive a transposition"
-        return QuantizedTensor(self.bytes.t().contiguous().view(self.data.dtype), self.scale, self.dtype)
+        """The transposed tensor, its bytes contiguous. Of a weight, whose rows are a multiple of 16, nothing is cut."""
+        whole = self.padded_transposed()
+        num_rows = self.data.shape[0]
+        if whole.data.shape[1] == num_rows:
+            return whole
+        return QuantizedTensor(whole.data[:, :num_rows].contiguous(), whole.scale, whole.dtype)
+
+
+def tensor_maxima(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitudes of parts that cover ``x``: float32 [n, 1], n >= 1; NaN where there is one."""
+    return operations_on(x.device).maxima(x)
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude, float32 [1, 1]; 0 for an empty tensor; NaN if there is one."""
-    if x.numel() == 0:
-        return x.new_zeros(1, 1, dtype=torch.float32)
-    low, high = torch.aminmax(x)  # one pass, no temporary
-    return torch.maximum(high, low.neg()).float().reshape(1, 1)
-
-
-def row_amax(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each row, float32 [rows, 1]."""
-    if x.numel() == 0:
-        return x.new_zeros(x.shape[0], 1, dtype=torch.float32)
-    low, high = torch.aminmax(x, dim=1, keepdim=True)
-    return torch.maximum(high, low.neg()).float()
+    maxima = tensor_maxima(x)
+    return maxima if maxima.shape[0] == 1 else maxima.amax(0, keepdim=True)
 
 
 def scale_of(
     amax: torch.Tensor, dtype: torch.dtype, *, margin: int = 0, power_of_2: bool = False, epsilon: float = 0.0
 ) -> torch.Tensor:
-    """The scale that maps magnitude ``amax`` (float32, any shape) onto the format's largest number.
-
-    Args:
-        amax: magnitudes; one that is 0 or not finite has scale 1.
-        dtype: the FP8 format.
-        margin: leave ``2**margin`` of headroom.
-        power_of_2: round up to a power of two.
-        epsilon: magnitudes below it count as this much.
-    """
-    if epsilon > 0:
-        amax = amax.clamp(min=epsilon)
-    scale = amax * (2.0**margin / torch.finfo(dtype).max)
-    if power_of_2:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
-    usable = torch.isfinite(amax) & (amax > 0)
-    return torch.where(usable, scale.clamp(_TINY, _HUGE), torch.ones_like(scale))
+    """The scale that maps magnitude ``amax`` (float32, any shape) onto the format's largest number. See `ScaleRule`."""
+    return plain.scale_of(amax, ScaleRule(dtype, margin, power_of_2, epsilon))
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor:
-    """``x`` [rows, columns] in format ``dtype`` under ``scale`` ([1, 1] or [rows, 1])."""
-    most = torch.finfo(dtype).max
-    x = x.contiguous()  # or the bytes would inherit its strides
-    scaled = (x.float() / scale).clamp_(-most, most)
-    scaled.add_(x - x)  # 0, but NaN where x is infinite or NaN: torch would saturate an infinity
-    return QuantizedTensor(scaled.to(dtype), scale, x.dtype)
+def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, transposes: bool = False) -> QuantizedTensor:
+    """``x`` [rows, columns] in format ``dtype`` under ``scale`` [1, 1]; with its transposed copy if asked for."""
+    assert scale.numel() == 1, "row-wise scales come from quantize_rows"
+    data, columns = operations_on(x.device).quantize(x, scale, dtype, transposes)
+    return QuantizedTensor(data, scale, x.dtype, columns)
+
+
+def quantize_by_maxima(
+    x: torch.Tensor, maxima: torch.Tensor, rule: ScaleRule, *, transposes: bool = False
+) -> QuantizedTensor:
+    """``x`` [rows, columns] under the scale of the largest of ``maxima``: its own, or those of all ranks."""
+    data, columns, scale = operations_on(x.device).quantize_by_maxima(x, maxima, rule, transposes)
+    return QuantizedTensor(data, scale, x.dtype, columns)
+
+
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor:
+    """``x`` [rows, columns], each row under its own scale."""
+    data, scale = operations_on(x.device).quantize_rows(x, dtype)
+    return QuantizedTensor(data, scale, x.dtype)
 
 
 def pack_rows(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
@@ -106,16 +137,9 @@ def pack_rows(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
 
     So a row that travels needs nothing beside it. N must be a multiple of 4.
     """
-    width = x.shape[1]
-    quantised = quantize(x, scale_of(row_amax(x), dtype), dtype)
-    out[:, :width].copy_(quantised.bytes)
-    out[:, width:].copy_(quantised.scale.view(torch.uint8))
+    operations_on(x.device).pack_rows(x, dtype, out)
 
 
 def unpack_rows(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Float32 [rows, N] from what `pack_rows` wrote."""
-    width = packed.shape[1] - SCALE_BYTES
-    # Contiguous copies: the scale of a strided view may not lie on a multiple of 4 bytes.
-    scale = packed[:, width:].contiguous().view(torch.float32)
-    rows: torch.Tensor = packed[:, :width].view(dtype).float()
-    return rows.mul_(scale)
+    return operations_on(packed.device).unpack_rows(packed, dtype)

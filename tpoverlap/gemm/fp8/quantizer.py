@@ -2,17 +2,26 @@
 
 The order differs by recipe, and a caller that communicates needs to know it::
 
-    measure(x) -> numbers that all ranks put together (float32 rows)
-    delayed:            quantize(x, stored scale) -> ... -> record(numbers of all ranks), off the critical path
-    current, row-wise:  numbers of all ranks -> scale -> quantize(x, scale)
+    delayed:   with_stored_scale(x) -> ... -> record(magnitudes of all ranks), off the critical path
+    current:   measure(x) -> magnitudes of all ranks -> by_maxima(x, magnitudes)
+    row-wise:  local(x) -> scales of all ranks
 """
 
 from __future__ import annotations
 
 import torch
 
-from tpoverlap.gemm.fp8.quantize import QuantizedTensor, quantize, row_amax, scale_of, tensor_amax
+from tpoverlap.gemm.fp8 import plain
+from tpoverlap.gemm.fp8.quantize import (
+    QuantizedTensor,
+    quantize,
+    quantize_by_maxima,
+    quantize_rows,
+    tensor_amax,
+    tensor_maxima,
+)
 from tpoverlap.gemm.fp8.recipes import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, Role
+from tpoverlap.gemm.fp8.scale_rule import ScaleRule
 
 
 class Quantizer(torch.nn.Module):
@@ -21,6 +30,11 @@ class Quantizer(torch.nn.Module):
     Args:
         recipe: where scales come from.
         role: "input", "weight" or "grad": which format.
+
+    Attributes:
+        is_delayed: the scale is known before the tensor.
+        is_rowwise: scales are part of the tensor, one a row, not a common one.
+        rule: how a magnitude becomes a scale.
     """
 
     amax_history: torch.Tensor
@@ -30,33 +44,23 @@ class Quantizer(torch.nn.Module):
         super().__init__()
         self.recipe, self.role = recipe, role
         self.dtype = recipe.dtype(role)
+        self.is_delayed = isinstance(recipe, DelayedScaling)
+        self.is_rowwise = isinstance(recipe, Float8RowwiseScaling)
+        self.rule = _rule(recipe, self.dtype)
         if isinstance(recipe, DelayedScaling):
             history = torch.zeros(recipe.amax_history_len, dtype=torch.float32, device=device)
             self.register_buffer("amax_history", history)
             self.register_buffer("scale", torch.ones(1, 1, dtype=torch.float32, device=device))
 
-    @property
-    def is_delayed(self) -> bool:
-        """Whether the scale is known before the tensor."""
-        return isinstance(self.recipe, DelayedScaling)
-
-    @property
-    def is_rowwise(self) -> bool:
-        """Whether `measure` gives one number a row, which is part of the tensor, not of a common scale."""
-        return isinstance(self.recipe, Float8RowwiseScaling)
-
     def measure(self, x: torch.Tensor) -> torch.Tensor:
-        """Magnitudes of ``x``: float32 [1, 1], or [rows, 1] for row-wise scaling."""
-        return row_amax(x) if self.is_rowwise else tensor_amax(x)
+        """The magnitude of ``x``, for other ranks: float32 [1, 1]."""
+        return tensor_amax(x)
 
-    def scale_from(self, amax: torch.Tensor) -> torch.Tensor:
-        """The scale for magnitudes (of current and row-wise scaling)."""
-        if isinstance(self.recipe, Float8CurrentScaling):
-            recipe = self.recipe
-            return scale_of(amax, self.dtype, power_of_2=recipe.use_power_2_scales, epsilon=recipe.amax_epsilon)
-        return scale_of(amax, self.dtype)
+    def by_maxima(self, x: torch.Tensor, maxima: torch.Tensor) -> QuantizedTensor:
+        """``x`` under the scale of the largest of ``maxima``, float32 [n, 1] (current scaling)."""
+        return quantize_by_maxima(x, maxima, self.rule)
 
-    def local(self, x: torch.Tensor, *, record: bool) -> QuantizedTensor:
+    def local(self, x: torch.Tensor, *, record: bool, transposes: bool = False) -> QuantizedTensor:
         """``x`` quantised by this rank alone: weights, and what is never gathered.
 
         Delayed scaling without any history takes the scale of ``x`` itself: nobody has to agree to it.
@@ -64,13 +68,16 @@ class Quantizer(torch.nn.Module):
         Args:
             x: [rows, columns].
             record: delayed scaling: remember this magnitude for later scales (training).
+            transposes: make the transposed copy along, where there is one (not of row-wise scales).
         """
-        if not isinstance(self.recipe, DelayedScaling):
-            return quantize(x, self.scale_from(self.measure(x)), self.dtype)
-        amax = self.measure(x)
-        known = self.amax_history.max() > 0
-        scale = torch.where(known, self.scale, scale_of(amax, self.dtype, margin=self.recipe.margin))
-        quantised = quantize(x, scale, self.dtype)
+        if self.is_rowwise:
+            return quantize_rows(x, self.dtype)
+        maxima = tensor_maxima(x)
+        if not self.is_delayed:
+            return quantize_by_maxima(x, maxima, self.rule, transposes=transposes)
+        amax = maxima.amax(0, keepdim=True)
+        scale = torch.where(self.amax_history.max() > 0, self.scale, plain.scale_of(amax, self.rule))
+        quantised = quantize(x, scale, self.dtype, transposes=transposes)
         if record:
             self.record(amax)
         return quantised
@@ -92,7 +99,7 @@ class Quantizer(torch.nn.Module):
         newest = torch.where(torch.isfinite(newest), newest, torch.zeros_like(newest))
         self.amax_history.copy_(torch.cat([newest, self.amax_history[:-1]]))
         chosen = self.amax_history.max() if recipe.amax_compute_algo == "max" else self.amax_history[0]
-        fresh = scale_of(chosen.reshape(1, 1), self.dtype, margin=recipe.margin)
+        fresh = plain.scale_of(chosen.reshape(1, 1), self.rule)
         self.scale.copy_(torch.where(chosen > 0, fresh, self.scale))
 
     def _apply(self, fn: object, recurse: bool = True) -> Quantizer:
@@ -107,3 +114,9 @@ class Quantizer(torch.nn.Module):
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
         return f"{self.role}, {self.dtype}"
+
+
+def _rule(recipe: Recipe, dtype: torch.dtype) -> ScaleRule:
+    if isinstance(recipe, Float8CurrentScaling):
+        return ScaleRule(dtype, power_of_2=recipe.use_power_2_scales, epsilon=recipe.amax_epsilon)
+    return ScaleRule(dtype, margin=recipe.margin if isinstance(recipe, DelayedScaling) else 0)

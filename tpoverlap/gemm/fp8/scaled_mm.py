@@ -2,6 +2,21 @@
 
 Tensor cores read both operands along K, so the second one is given as [N, K]: a weight as it is stored. Backward needs
 the other orientation and takes transposed copies (`QuantizedTensor.transposed`).
+
+How tensor cores accumulate: ``torch._scaled_mm``'s fast mode keeps partial sums in the tensor cores' own registers; the
+other one adds them up in float32 every few steps (Transformer Engine's "split accumulator").
+
+==========  =======================================  ===================================================
+GEMM        per-tensor scales                        row-wise scales
+==========  =======================================  ===================================================
+fprop       fast for bfloat16 results, else float32  fast
+dgrad       float32                                  fast
+wgrad       float32                                  not in FP8
+==========  =======================================  ===================================================
+
+The first column is Transformer Engine's choice, the second one torchao's: on Hopper torch hands row-wise scales to
+cuBLASLt (CUTLASS only before CUDA 12.9 or on other architectures), which takes them in the fast mode and without a
+bias, and answers CUBLAS_STATUS_NOT_SUPPORTED to the rest.
 """
 
 from __future__ import annotations
@@ -9,7 +24,8 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.errors import ActiveShapeError, ConfigError
-from tpoverlap.gemm.fp8.quantize import ALIGNMENT
+from tpoverlap.gemm.fp8.plain import ALIGNMENT
+from tpoverlap.gemm.triton import kernels_missing
 
 
 def scaled_mm(
@@ -30,30 +46,37 @@ def scaled_mm(
         left_scale, right_scale: float32, [1, 1] both, or [M, 1] and [N, 1].
         out: [M, N], contiguous rows; bfloat16, float16 or float32.
         bias: [N] in the dtype of ``out``.
-        fast_accumulation: let tensor cores add in less than float32 (forward; as Transformer Engine does). For
-            bfloat16 results only.
+        fast_accumulation: let tensor cores add in less than float32, where the table above leaves a choice.
     """
     if left.shape[0] == 0:
         return
     if left.device.type != "cuda":
         _reference(left, right, left_scale, right_scale, out, bias)
         return
-    if left_scale.numel() != 1 or right_scale.numel() != 1:  # the kernel wants both kinds alike
-        left_scale = left_scale.expand(left.shape[0], 1)
-        right_scale = right_scale.expand(right.shape[0], 1)
-    fused_bias = bias if out.dtype != torch.float32 else None  # float32 outputs have no bias epilogue
+    rowwise = left_scale.numel() != 1 or right_scale.numel() != 1
+    if rowwise:  # both kinds alike
+        left_scale = _vector(left_scale, left.shape[0])
+        right_scale = _vector(right_scale, right.shape[0]).t()
+    fused_bias = None if rowwise or out.dtype == torch.float32 else bias  # neither has a bias epilogue
     torch._scaled_mm(
         left,
         right.t(),
-        scale_a=left_scale.contiguous(),
-        scale_b=right_scale.t().contiguous(),
+        scale_a=left_scale,
+        scale_b=right_scale,
         bias=fused_bias,
         out_dtype=out.dtype,
-        use_fast_accum=fast_accumulation and out.dtype == torch.bfloat16,  # it costs more digits than others round off
+        # It costs more digits than other dtypes round off.
+        use_fast_accum=rowwise or (fast_accumulation and out.dtype == torch.bfloat16),
         out=out,
     )
     if bias is not None and fused_bias is None:
         out.add_(bias)
+
+
+def _vector(scale: torch.Tensor, length: int) -> torch.Tensor:
+    """``scale`` as [length, 1], contiguous, from 16 bytes on: chunks of rows start anywhere."""
+    scale = scale.expand(length, 1).contiguous()
+    return scale if scale.data_ptr() % 16 == 0 else scale.clone()
 
 
 def _reference(
@@ -81,13 +104,18 @@ def require_features(name: str, what: str, *sizes: int) -> None:
 
 
 def require_device(device: torch.device) -> None:
-    """Raise ConfigError unless the device has FP8 tensor cores, or is a CPU (which computes the same in float32)."""
+    """Raise ConfigError unless the device has FP8 tensor cores and runs Triton kernels, or is a CPU (which computes the
+    same in float32).
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         major, minor = torch.cuda.get_device_capability(device)
         raise ConfigError(
             f"FP8 is not supported on {device}, a {torch.cuda.get_device_name(device)} of compute capability "
             f"{major}.{minor}: its tensor cores need 8.9 or later; use quantization_modes=[NONE]"
         )
+    missing = kernels_missing(device) if device.type == "cuda" else None
+    if missing is not None:
+        raise ConfigError(f"FP8 on {device} needs Triton kernels: {missing}, or use quantization_modes=[NONE]")
 
 
 def require_output_dtype(name: str, dtype: torch.dtype, device: torch.device, *, rowwise: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tpoverlap.gemm.fp8.quantize import ALIGNMENT, SCALE_BYTES, QuantizedTensor, pack_rows
+from tpoverlap.gemm.fp8.quantize import SCALE_BYTES, QuantizedTensor, pack_rows
 from tpoverlap.gemm.fp8.scaled_mm import scaled_mm
 from tpoverlap.gemm.tasks import PartialGemm, RowGemm
 
@@ -148,18 +148,5 @@ class PackedPartialGemm(PartialGemm):
 
 
 def scaled_weight_grad(output_grad_t: QuantizedTensor, input_t: QuantizedTensor, out: torch.Tensor) -> None:
-    """DW [N, K] = dy^T [N, T16] @ x^T [K, T16]^T from operands that `padded_transposed` made."""
+    """DW [N, K] = dy^T [N, T16] @ x^T [K, T16]^T from `QuantizedTensor.padded_transposed` operands."""
     scaled_mm(output_grad_t.data, input_t.data, output_grad_t.scale, input_t.scale, out)
-
-
-def padded_transposed(tensor: QuantizedTensor) -> QuantizedTensor:
-    """[T, N] -> [N, T16], T rounded up to a multiple of 16 with zeros: the sum over tokens is the K of wgrad's GEMM."""
-    num_rows, width = tensor.data.shape
-    padded = -(-num_rows // ALIGNMENT) * ALIGNMENT
-    if padded == num_rows:
-        return tensor.transposed()
-    assert tensor.scale.numel() == 1, "row-wise scales do not survive a transposition"
-    data = tensor.bytes.new_empty(width, padded)
-    data[:, :num_rows].copy_(tensor.bytes.t())
-    data[:, num_rows:].zero_()
-    return QuantizedTensor(data.view(tensor.data.dtype), tensor.scale, tensor.dtype)

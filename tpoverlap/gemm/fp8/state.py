@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -15,23 +15,25 @@ from tpoverlap.gemm.fp8.recipes import Float8CurrentScaling, Recipe
 
 @dataclass
 class QuantizedWeight:
-    """A weight [N, K] in FP8, in the two orientations that GEMMs read. The second one is made when it is asked for."""
+    """A weight [N, K] in FP8, in the two orientations that GEMMs read.
+
+    The second one is made along with the first if it is known to be needed, else when it is asked for.
+    """
 
     weight: QuantizedTensor
     _rowwise: tuple[Quantizer, torch.Tensor] | None
-    _transposed: list[QuantizedTensor] = field(default_factory=list)
+    _transposed: QuantizedTensor | None = None
 
     @property
     def transposed(self) -> QuantizedTensor:
         """[K, N]: for the input gradient."""
-        if not self._transposed:
+        if self._transposed is None:
             if self._rowwise is None:
-                made = self.weight.transposed()
+                self._transposed = self.weight.transposed()
             else:  # its scales belong to input features: quantised anew, not converted
                 quantizer, source = self._rowwise
-                made = quantizer.local(source.t(), record=False)
-            self._transposed.append(made)
-        return self._transposed[0]
+                self._transposed = quantizer.local(source.t(), record=False)
+        return self._transposed
 
 
 class Fp8State(torch.nn.Module):
@@ -77,22 +79,25 @@ class Fp8State(torch.nn.Module):
         """Weights this state was made for."""
         return len(self.weight)
 
-    def quantized_weight(self, index: int, weight: torch.Tensor) -> QuantizedWeight:
-        """Weight ``index`` in FP8: from the cache if this very tensor has not changed since."""
+    def quantized_weight(self, index: int, weight: torch.Tensor, *, transposes: bool = False) -> QuantizedWeight:
+        """Weight ``index`` in FP8: from the cache if this very tensor has not changed since.
+
+        ``transposes``: both orientations are needed, so they are made in one pass.
+        """
         found = self._cache.get(index)
         version = -1 if weight.is_inference() else weight._version  # inference tensors count no versions
         if found is not None and found[0]() is weight and found[1] == version and version >= 0:
             return found[2]
-        made = self._quantize_weight(index, weight.detach())
+        made = self._quantize_weight(index, weight.detach(), transposes)
         if (
             self.cache_weights and not torch.is_inference_mode_enabled()
         ):  # what is made there cannot be saved for backward
             self._cache[index] = (weakref.ref(weight), version, made)
         return made
 
-    def _quantize_weight(self, index: int, weight: torch.Tensor) -> QuantizedWeight:
+    def _quantize_weight(self, index: int, weight: torch.Tensor, transposes: bool) -> QuantizedWeight:
         quantizer = self.quantizer("weight", index)
-        quantised = quantizer.local(weight.contiguous(), record=self.training)
+        quantised = quantizer.local(weight, record=self.training, transposes=transposes)
         return QuantizedWeight(quantised, (quantizer, weight) if quantizer.is_rowwise else None)
 
     def quantizer(self, role: str, index: int = 0) -> Quantizer:

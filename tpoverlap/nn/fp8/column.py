@@ -60,7 +60,7 @@ class Fp8ColumnLinear(torch.autograd.Function):
         # Evidence about methods by T is measured in other dtypes: no features, so that it is not asked.
         operation = layer.manager.operation(layer.fprop, partition, scatter=False)
         operation = gather_operation(operation, fp8.input)
-        quantised = [fp8.quantized_weight(index, weight) for index, weight in enumerate(weights)]
+        quantised = [fp8.quantized_weight(index, weight, transposes=needs_x) for index, weight in enumerate(weights)]
         shard = QuantizedShard(operation, fp8.input, x_shard_t, record=fp8.training)
         saves = saves_gathered(layer) and needs_weights
         gathered: list[torch.Tensor] = []
@@ -107,7 +107,8 @@ class Fp8ColumnLinear(torch.autograd.Function):
         quantised: list[QuantizedTensor] = []
         if needs_x or x is not None:
             for index, dy in enumerate(output_grads):
-                quantised.append(fp8.quantizer("grad", index).local(dy, record=ctx.training))
+                quantizer = fp8.quantizer("grad", index)
+                quantised.append(quantizer.local(dy, record=ctx.training, transposes=needs_weights[index]))
         weights = [QuantizedTensor(*pair, ctx.x_dtype) for pair in zip(saved[::2], saved[1::2], strict=True)]
         addend = grads[count] if ctx.return_gathered else None
         terms = list(zip(quantised, weights, strict=True)) if needs_x else []

@@ -12,7 +12,8 @@ bias      db = sum of own rows of dy            [T_r,N] -> [N]                  
 scales    of q(dy): `tpoverlap.overlap.fp8`     one float32 a rank (or a row)     before or beside dgrad's gather
 ========  ====================================  ================================  =====================================
 
-Saved: q(x) [T, K] in FP8 with its scale, and q(W)^T of the forward's version.
+Saved: q(x)^T [K, T16] in FP8, which wgrad reads, with its scale (row-wise: q(x) [T, K]), and q(W)^T of the forward's
+version.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ class Fp8RowLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[3:5]
         operation = layer.manager.operation(layer.fprop, partition, scatter=True)
-        quantised_x = fp8.input.local(x.detach().contiguous(), record=fp8.training)
-        quantised = fp8.quantized_weight(0, weight)
+        quantised_x = fp8.input.local(x.detach(), record=fp8.training, transposes=needs_weight)
+        quantised = fp8.quantized_weight(0, weight, transposes=needs_x)
         gemm = ScaledPartialGemm(terms=[(quantised_x, quantised.weight)], bias=bias, fast_accumulation=True)
         out = x.new_empty(partition.counts[layer.manager.rank], weight.shape[0])
         gemm_then_scatter(*scatter_operation(operation, gemm, fp8.input.dtype), out)
         ctx.layer, ctx.partition, ctx.fp8, ctx.training, ctx.x_dtype = layer, partition, fp8, fp8.training, x.dtype
         ctx.parameters = (weight,) if grads_of(layer).needs_parameters else ()
-        saved = [quantised_x.data, quantised_x.scale] if needs_weight else []
+        kept = quantised_x.data if quantised_x.columns is None else quantised_x.columns
+        saved = [kept, quantised_x.scale] if needs_weight else []
         saved += [quantised.transposed.data, quantised.transposed.scale] if needs_x else []
         ctx.save_for_backward(*saved)
         return out
@@ -81,7 +83,8 @@ class Fp8RowLinear(torch.autograd.Function):
                 assert x is not None, "asked for"
                 if policy.delayed is not None:
                     gathered = keepable(layer.manager, gathered)
-                dy, operand, rowwise = WgradOperand(shard.whole(gathered)), WgradOperand(x), quantizer.is_rowwise
+                dy, rowwise = WgradOperand(shard.whole(gathered)), quantizer.is_rowwise
+                operand = WgradOperand(x) if rowwise else WgradOperand(None, x)
                 weight_grads[:] = policy.compute(
                     ctx.parameters, [True], [gathered], x.data, lambda _: fp8_weight_grad(dy, operand, rowwise)
                 )

@@ -5,29 +5,35 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.gemm import weight_grad
-from tpoverlap.gemm.fp8 import QuantizedTensor, padded_transposed, scaled_weight_grad
+from tpoverlap.gemm.fp8 import QuantizedTensor, scaled_weight_grad
 
 
 class WgradOperand:
-    """dy or x, [T, width], as wgrad reads it. Made when it is first needed, once for all GEMMs that share it."""
+    """dy or x, [T, width], as wgrad reads it. Made when it is first needed, once for all GEMMs that share it.
 
-    def __init__(self, tensor: QuantizedTensor) -> None:
-        self.tensor = tensor
-        self._transposed: QuantizedTensor | None = None
+    Args:
+        tensor: the tensor; None if only its columns were kept.
+        columns: [width, T16] in FP8, what `QuantizedTensor.padded_transposed` makes, if there already.
+    """
+
+    def __init__(self, tensor: QuantizedTensor | None, columns: QuantizedTensor | None = None) -> None:
+        self._tensor, self._columns = tensor, columns
         self._wide: torch.Tensor | None = None
 
     @property
-    def transposed(self) -> QuantizedTensor:
+    def columns(self) -> QuantizedTensor:
         """[width, T16] in FP8."""
-        if self._transposed is None:
-            self._transposed = padded_transposed(self.tensor)
-        return self._transposed
+        if self._columns is None:
+            assert self._tensor is not None, "one of them was given"
+            self._columns = self._tensor.padded_transposed()
+        return self._columns
 
     @property
     def wide(self) -> torch.Tensor:
         """[T, width] in the original dtype."""
         if self._wide is None:
-            self._wide = self.tensor.dequantize()
+            assert self._tensor is not None, "row-wise tensors are kept whole"
+            self._wide = self._tensor.dequantize()
         return self._wide
 
 
@@ -35,7 +41,7 @@ def fp8_weight_grad(output_grad: WgradOperand, x: WgradOperand, rowwise: bool) -
     """Per-tensor scales: an FP8 GEMM over T rounded up to 16. Row-wise scales do not leave that sum: original dtype."""
     if rowwise:
         return weight_grad(output_grad.wide, x.wide)
-    num_rows, num_columns = output_grad.tensor.data.shape[1], x.tensor.data.shape[1]
-    out = x.tensor.data.new_empty(num_rows, num_columns, dtype=x.tensor.dtype)
-    scaled_weight_grad(output_grad.transposed, x.transposed, out)
+    dy_t, x_t = output_grad.columns, x.columns
+    out = x_t.data.new_empty(dy_t.data.shape[0], x_t.data.shape[0], dtype=x_t.dtype)
+    scaled_weight_grad(dy_t, x_t, out)
     return out

@@ -79,7 +79,7 @@ class PlainQuantizer:
             if recipe.use_power_2_scales:
                 scale = torch.where(amax > 0, 2.0 ** torch.ceil(torch.log2(scale.double())), 1.0).float()
         most = torch.finfo(dtype).max
-        return PlainTensor((x.float() / scale).clamp(-most, most).to(dtype).float(), scale, x.dtype)
+        return PlainTensor((x.float() * (1 / scale)).clamp(-most, most).to(dtype).float(), scale, x.dtype)
 
     def _scale(self, amax: torch.Tensor, headroom: float) -> torch.Tensor:
         scale = amax * (headroom / torch.finfo(self.recipe.dtype(self.role)).max)

@@ -143,7 +143,7 @@ class _Fp8Column(torch.autograd.Function):
     def forward(
         ctx: Any, rows: slice, whole: QuantizedTensor, fp8: Fp8State, x: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        quantised = fp8.quantized_weight(0, weight)
+        quantised = fp8.quantized_weight(0, weight, transposes=True)
         fp8.input.local(x.detach(), record=False)  # what this rank would have sent
         out = _scaled_rows(whole, quantised.weight, x, fast_accumulation=True)
         transposed = quantised.transposed
@@ -157,7 +157,7 @@ class _Fp8Column(torch.autograd.Function):
         dy, whole = grads[0].contiguous(), ctx.whole
         data, scale = ctx.saved_tensors
         weight = QuantizedTensor(data, scale, whole.dtype)
-        quantised = ctx.fp8.quantizer("grad").local(dy, record=False)
+        quantised = ctx.fp8.quantizer("grad").local(dy, record=False, transposes=True)
         gemm = ScaledPartialGemm(terms=[(quantised, weight)])
         dx = gemm.empty(dy.shape[0], gemm.width)
         gemm.rows(0, dy.shape[0], dx)
@@ -170,14 +170,15 @@ class _Fp8Row(torch.autograd.Function):
     def forward(
         ctx: Any, rows: slice, whole: QuantizedTensor, fp8: Fp8State, x: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        quantised_x = fp8.input.local(x.detach().contiguous(), record=False)
-        quantised = fp8.quantized_weight(0, weight)
+        quantised_x = fp8.input.local(x.detach(), record=False, transposes=True)
+        quantised = fp8.quantized_weight(0, weight, transposes=True)
         gemm = ScaledPartialGemm(terms=[(quantised_x, quantised.weight)], fast_accumulation=True)
         out = gemm.empty(x.shape[0], gemm.width)
         gemm.rows(0, x.shape[0], out)
         transposed = quantised.transposed
         ctx.whole, ctx.fp8 = whole, fp8
-        ctx.save_for_backward(quantised_x.data, quantised_x.scale, transposed.data, transposed.scale)
+        x_t = quantised_x.padded_transposed()
+        ctx.save_for_backward(x_t.data, x_t.scale, transposed.data, transposed.scale)
         return out[rows]
 
     @staticmethod
@@ -188,7 +189,7 @@ class _Fp8Row(torch.autograd.Function):
         x, weight = QuantizedTensor(data, scale, whole.dtype), QuantizedTensor(weight_data, weight_scale, whole.dtype)
         ctx.fp8.quantizer("grad").local(dy_shard, record=False)  # what this rank would have sent
         dx = _scaled_rows(whole, weight, dy_shard, fast_accumulation=False)
-        return None, None, None, dx, fp8_weight_grad(WgradOperand(whole), WgradOperand(x), False)
+        return None, None, None, dx, fp8_weight_grad(WgradOperand(whole), WgradOperand(None, x), False)
 
 
 def _scaled_rows(
