@@ -8,7 +8,7 @@ from typing import Any
 from tpoverlap.config import KNOWN_NAMES, legal_methods
 from tpoverlap.memory_report import memory_estimate
 from tpoverlap.tools.predict.tokens import TokenSpec
-from tpoverlap.tools.predict.topology import Topology, on_topology
+from tpoverlap.tools.predict.topology import Topology, is_another_link, on_topology
 from tpoverlap.tuning import (
     DeviceModel,
     Problem,
@@ -175,6 +175,12 @@ def _extrapolations(layer: LayerShape, device: DeviceModel, topology: Topology, 
             f"{outside} of {layer.tp_size} ranks are outside the NVLink domain of {topology.nvlink_domain} "
             f"({topology.basis}: {topology.source}); every rank waits for the link to them, "
             f"taken as {network_gb_s:g} GB/s"
+        )
+    measured = topology.link_gb_s(layer.tp_size)
+    if layer.tp_size <= topology.nvlink_domain and measured is not None and is_another_link(device, measured):
+        why.append(
+            f"the link is taken as {measured:g} GB/s, as doctor measured; the model of {device.name} was fitted at "
+            f"{device.copy.gb_s:g}"
         )
     if layer.dtype == "fp32":
         why.append("fp32: measured was bf16; twice its time a tile is assumed")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_WIDTH = 112
+_WIDTH = 132
 
 
 def show(console: Console, answer: Prediction) -> None:
@@ -32,7 +32,8 @@ def show(console: Console, answer: Prediction) -> None:
         for number, row in enumerate(gemm.rows):
             first = number == 0
             table.add_row(gemm.name if first else "", *_cells(row), pays if first else "")
-    console.print(table, width=max(console.width, _WIDTH))  # a pipe is 80 columns wide and would hide the figures
+    console.width = max(console.width, _WIDTH)  # a pipe is 80 columns wide and would hide the figures
+    console.print(table)
     if any(row.host_bound for gemm in answer.gemms for row in gemm.rows):
         console.print("*: the processor's launches are the limit, not the GPU; --launches hidden leaves them out")
         console.print(

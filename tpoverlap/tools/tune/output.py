@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -26,6 +26,12 @@ def by_name(outcome: Outcome) -> dict[str, list[Bucket]]:
     return {name: found[name] for name in KNOWN_NAMES if name in measured}
 
 
+def unmeasured_names(outcome: Outcome) -> list[str]:
+    """Names of which no bucket was measured, in the usual order."""
+    asked = {name for bucket in outcome.buckets for name in bucket.names}
+    return [name for name in KNOWN_NAMES if name in asked - by_name(outcome).keys()]
+
+
 def cache_entries(outcome: Outcome) -> dict[str, list[Row]]:
     """For the cache: shapes of which every bucket was measured."""
     return {
@@ -35,20 +41,23 @@ def cache_entries(outcome: Outcome) -> dict[str, list[Row]]:
     }
 
 
-def yaml_text(job: TuneJob, machine: Mapping[str, Any], outcome: Outcome) -> str:
-    """The whole file."""
-    return "".join(_lines(job, machine, outcome))
+def yaml_text(job: TuneJob, machine: Mapping[str, Any], outcome: Outcome, remarks: Sequence[str] = ()) -> str:
+    """The whole file. ``remarks``: one comment each, at the top."""
+    return "".join(_lines(job, machine, outcome, remarks))
 
 
-def _lines(job: TuneJob, machine: Mapping[str, Any], outcome: Outcome) -> Iterator[str]:
+def _lines(job: TuneJob, machine: Mapping[str, Any], outcome: Outcome, remarks: Sequence[str]) -> Iterator[str]:
     layer = job.layer
     sizes = f"hidden {layer.hidden}, ffn {layer.ffn}, TP {layer.tp_size}, {layer.dtype}"
     yield f"# written by tpoverlap tune on {datetime.now(UTC):%Y-%m-%d}: {sizes}\n"
     yield "# measured on " + ", ".join(f"{key} {value}" for key, value in machine.items()) + "\n"
+    yield from (f"# {remark}\n" for remark in remarks)
     if not outcome.is_complete:
         yield f"# {outcome.num_measured} of {len(outcome.buckets)} buckets measured; the others have their defaults\n"
     yield "# The rows by T at the end decide here. What comes first is for Transformer Engine and for other shapes.\n\n"
     names = by_name(outcome)
+    for name in unmeasured_names(outcome):
+        yield f"# {name}: not measured, the time budget was used up; it keeps its default {default_method(name)}\n"
     for name, buckets in names.items():
         one = _one_for_all(name, buckets, outcome)
         yield f"{name}:\n  method: {one.method}\n"
