@@ -69,7 +69,8 @@ class DeviceModel:
             received blocks), fused (what the one-kernel method adds to its GEMM).
         step_us: one wait for a flag and the launch behind it, on the device.
         hop_us: what a collective's latency grows with each rank above two.
-        host_us: processor time of one operation by "direction method", where the launches are the limit.
+        host_us: processor time of one operation by "direction method", where the launches are the limit; "plain": of
+            torch's GEMM and the library's collective.
         match: capability, multiprocessors and range of memory by which ``recognise`` knows it.
         error: of the calibration, as `benchmarks/calibrate.py` wrote it; empty for an estimate.
     """

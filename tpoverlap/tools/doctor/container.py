@@ -82,7 +82,7 @@ def mig_row(devices: Sequence[Mapping[str, Any]], modes: Sequence[Any] | None) -
 
 
 def may_ptrace(status: Mapping[str, str]) -> bool | None:
-    """Whether the effective capabilities in ``/proc/self/status`` hold CAP_SYS_PTRACE; None where they are not there."""
+    """Whether the effective capabilities in ``/proc/self/status`` hold CAP_SYS_PTRACE; None where none are there."""
     text = status.get("CapEff", "").strip()
     try:
         return bool(int(text, 16) >> _CAP_SYS_PTRACE & 1)

@@ -12,7 +12,7 @@ from tpoverlap.tuning import DeviceModel
 from tpoverlap.tuning.device import ESTIMATE, Rate
 
 ANOTHER_LINK: Final = 0.2
-"""Share by which a measured rate has to differ: doctor's includes launch and synchronisation, runs differ by a tenth."""
+"""Share by which a measured rate has to differ: doctor's includes the launch, and runs differ by a tenth."""
 
 NETWORK_GB_S: Final = 50.0
 """Between NVLink domains where nobody says more: one network adapter of 400 Gbit/s a GPU."""

@@ -42,7 +42,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="[default: bf16 on cuda, fp32 on cpu]")
 @click.option("--minutes", type=click.FloatRange(min=0), default=10.0, show_default=True,
-              help="For everything, the start of the ranks included; then the file is written as far as it is known.")  # fmt: skip
+              help="For everything, starting the ranks included; then the file has what is known.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each interleaved run.")
 @click.option("--restart", is_flag=True, help="Forget what an interrupted run measured.")
 @click.option("--topology", type=_FILE, help="What doctor --json wrote here: refuses a --tp that it found senseless.")

@@ -13,7 +13,6 @@ from tpoverlap.tools.tune.decide import row_of, verdict_of
 from tpoverlap.tools.tune.output import by_name, unmeasured_names
 from tpoverlap.tools.tune.session import Listener, Outcome
 
-
 _WIDTH = 112  # a pipe is 80 columns wide and would hide the verdicts
 
 
