@@ -48,6 +48,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--topology", type=_FILE, help="What doctor --json wrote here: refuses a --tp that it found senseless.")
 @click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="[default: the user's cache]")
 @click.option("--no-cache", is_flag=True, help="Write the file only.")
+@click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Everything that was measured, as JSON.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=5), default=120.0, show_default=True, metavar="S",
               help="Seconds after which a silent rank counts as hung.")  # fmt: skip
 def tune(
@@ -57,6 +58,7 @@ def tune(
     cache_dir: Path | None,
     no_cache: bool,
     topology: Path | None,
+    json_path: Path | None,
     **options: Any,
 ) -> None:
     """Measure every GEMM of a layer by every method, for buckets of T, and write what wins.
@@ -75,9 +77,11 @@ def tune(
     try:
         job = _job(options)
         require_writable(output, "-o")
+        if json_path is not None:
+            require_writable(json_path, "--json")
         remarks = () if topology is None else _remarks(topology, job)
         folder = None if no_cache else cache_folder(cache_dir)
-        _tune(job, output, minutes, restart, folder, remarks, console)
+        _tune(job, output, minutes, restart, folder, remarks, json_path, console)
     except (ConfigError, BackendUnavailableError) as error:
         raise click.UsageError(str(error)) from error
     except (TpOverlapError, RankFailure) as error:
@@ -137,11 +141,13 @@ def _tune(
     restart: bool,
     folder: Path | None,
     remarks: Sequence[str],
+    json_path: Path | None,
     console: Console,
 ) -> None:
     from tpoverlap.testing import RankPool
+    from tpoverlap.tools.train.outputs import write_json
     from tpoverlap.tools.tune.measure import describe
-    from tpoverlap.tools.tune.output import cache_entries, yaml_text
+    from tpoverlap.tools.tune.output import cache_entries, results, yaml_text
     from tpoverlap.tools.tune.state import State
     from tpoverlap.tools.tune.tables import show
     from tpoverlap.tuning import write_entries
@@ -164,7 +170,12 @@ def _tune(
     show(console, outcome)
     if folder is not None and (entries := cache_entries(outcome)):
         console.print(f"wrote {write_entries(folder, machine, entries)}: managers on this machine read it")
-    console.print(f"took {(time.monotonic() - begin_s) / 60.0:.1f} of {minutes:g} minutes")
+    took_s = time.monotonic() - begin_s
+    console.print(f"took {took_s / 60.0:.1f} of {minutes:g} minutes")
+    if json_path is not None:
+        seconds = {"took_s": round(took_s, 1), "budget_s": 60.0 * minutes}
+        write_json(json_path, results(job, machine, outcome, seconds))
+        console.print(f"wrote {json_path}")
     if outcome.is_complete:
         state.forget()
     else:

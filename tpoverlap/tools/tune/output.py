@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from tpoverlap.config import KNOWN_NAMES, default_method
-from tpoverlap.tools.tune.decide import comment_of, row_of
+from tpoverlap.tools.tune.decide import comment_of, row_of, verdict_of
 from tpoverlap.tools.tune.job import Bucket, TuneJob
 from tpoverlap.tools.tune.session import Outcome
 from tpoverlap.tuning import Candidate, Row, entry_key
@@ -74,6 +75,51 @@ def _lines(job: TuneJob, machine: Mapping[str, Any], outcome: Outcome, remarks: 
         for bucket in buckets:
             result = outcome.result(bucket)
             yield f"      # {comment_of(bucket, result)}\n      - {_flow(row_of(bucket, result))}\n"
+
+
+def results(job: TuneJob, machine: Mapping[str, Any], outcome: Outcome, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Everything that was measured, for ``--json``; times in microseconds, by candidate and by T of ``tokens``.
+
+    ``seconds``: what the run took and what it was given.
+    """
+    buckets = []
+    for bucket in sorted(outcome.buckets, key=lambda one: (one.problem.kind, one.problem.features, one.high)):
+        result = outcome.result(bucket)
+        row = row_of(bucket, result)
+        measured = result and {
+            str(one): [round(value, 1) for value in times]
+            for one, times in zip(bucket.candidates, result.times, strict=True)
+        }
+        again = result and result.confirmation
+        buckets.append(
+            {
+                "names": list(bucket.names),
+                "kind": bucket.problem.kind,
+                "features": bucket.problem.features,
+                "above": bucket.low,
+                "up_to": bucket.high,
+                "tokens": list(bucket.tokens),
+                "choice": str(row.candidate),
+                "default": str(bucket.candidates[bucket.default]),
+                "won": None if result is None else str(bucket.candidates[result.won]),
+                "verdict": verdict_of(bucket, result),
+                "times_us": measured,
+                "again_us": again and {
+                    "default": [round(value, 1) for value in again[0]],
+                    "won": [round(value, 1) for value in again[1]],
+                },
+            }
+        )  # fmt: skip
+    return {
+        "tool": "tune",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": dict(machine),
+        "layer": asdict(job.layer),
+        "rounds": job.rounds,
+        "is_complete": outcome.is_complete,
+        **seconds,
+        "buckets": buckets,
+    }
 
 
 def _one_for_all(name: str, buckets: list[Bucket], outcome: Outcome) -> Candidate:
