@@ -236,7 +236,7 @@ def test_the_verdict_stands_in_table_and_file(tmp_path: Path) -> None:
     result = outcome.result(bucket)
     assert result is not None and verdict_of(bucket, result) == "not confirmed: default"
     assert verdict_of(bucket, replace(result, chosen=result.won)) == "confirmed"
-    assert verdict_of(bucket, replace(result, won=bucket.default)) == "default was best"
+    assert verdict_of(bucket, replace(result, won=bucket.default)) == "default kept"
     assert verdict_of(bucket, None) == "not measured: default"
 
 

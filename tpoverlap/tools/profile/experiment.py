@@ -34,9 +34,12 @@ _WARM_UP_STEPS: Final = 3
 _MOST_DIFFERENT: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Relative Frobenius error against the plain twin; a wrong row would show as about 1."""
 _LEAST_ROUNDS: Final = 3
-_PARTS: Final = (0.9, 0.9, 0.9)
-_PARTS_WITH_TRIAL: Final = (0.4, 0.65, 0.95)
-"""Of a T's time: until when is recorded, the trial's steps are timed, the trial is recorded. The rest is for files."""
+_RECORDING: Final = 0.6
+_RECORDING_BEFORE_A_TRIAL: Final = 0.25
+"""Part of a T's time in which is recorded; adding up and drawing what was recorded takes its time too."""
+_TRIAL_STEPS: Final = 0.35
+_TRIAL_RECORDING: Final = 0.6
+"""Parts of what a trial finds left, after which its steps end and its recording does."""
 _MOSTLY: Final = 0.75
 """Part of the rounds that a change has to win before it is said to help."""
 
@@ -158,8 +161,8 @@ def _one_t(
     x = base.input(num_tokens)
     outputs = [_warm_up(one, x, num_tokens) for one in (plain, base)]
     _require_close(*outputs)
-    parts = _PARTS_WITH_TRIAL if job.try_advice else _PARTS
-    recorded = _record((base, plain), x, num_tokens, job.rounds, begin_s + parts[0] * share_s)
+    part = _RECORDING_BEFORE_A_TRIAL if job.try_advice else _RECORDING
+    recorded = _record((base, plain), x, num_tokens, job.rounds, begin_s + part * share_s)
     directory = Path(job.out_dir) / f"T{num_tokens}"
     with profile(directory, manager=mgr):  # one step for the trace: torch's own recording slows launches
         base.step(x, num_tokens)
@@ -175,8 +178,7 @@ def _one_t(
         try:
             _require_close(outputs[0], _warm_up(tried, x, num_tokens))
             lines = tuple(line for one in advice for line in one.lines)
-            ends_s = (begin_s + parts[1] * share_s, begin_s + parts[2] * share_s)
-            trial = _trial(job, (base, tried), x, num_tokens, lines, ends_s)
+            trial = _trial(job, (base, tried), x, num_tokens, lines, begin_s + share_s)
         finally:
             tried.close()
     report = _report(job, num_tokens, mgr, figures, advice)
@@ -279,11 +281,13 @@ def _trial(
     x: torch.Tensor,
     num_tokens: int,
     lines: tuple[str, ...],
-    ends_s: tuple[float, float],
+    end_s: float,
 ) -> Trial:
     group = sets[0].manager.group
+    now_s = time.monotonic()
+    left_s = max(0.0, end_s - now_s)
     times_us: list[list[float]] = [[], []]
-    for turn in _turns(group, job.rounds, ends_s[0]):
+    for turn in _turns(group, job.rounds, now_s + _TRIAL_STEPS * left_s):
         for offset in range(2):
             index = (turn + offset) % 2
             times_us[index].append(_step_us(sets[index], x, num_tokens))
@@ -291,7 +295,7 @@ def _trial(
     wins = sum(after < before for before, after in zip(*slowest, strict=True))
     before, after = (
         {row.name: row.wall_us for row in figures_of(spans)}
-        for spans in _record(sets, x, num_tokens, job.rounds, ends_s[1])
+        for spans in _record(sets, x, num_tokens, job.rounds, now_s + _TRIAL_RECORDING * left_s)
     )
     names = {name: (before[name], after[name]) for name in before if name in after}
     medians = [statistics.median(one) for one in slowest]

@@ -70,7 +70,7 @@ def verdict_of(bucket: Bucket, result: Result | None) -> str:
     if result is None:
         return "not measured: default"
     if result.won == bucket.default:
-        return "default was best"
+        return "default kept"
     return "confirmed" if result.chosen == result.won else "not confirmed: default"
 
 
@@ -98,7 +98,7 @@ def comment_of(bucket: Bucket, result: Result | None) -> str:
     )
     text = f"{span}, us at T = {points}: {figures}"
     if result.confirmation is None:
-        return f"{text}; the default {bucket.candidates[bucket.default]} was best"
+        return f"{text}; none beats the default {bucket.candidates[bucket.default]} at every T"
     default, won = ("/".join(f"{value:.1f}" for value in row) for row in result.confirmation)
     verdict = (
         "confirmed"
