@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from benchmarks.observations import OURS, Observation
-from tpoverlap.tuning import DeviceModel, collective_us, estimate, gemm_time_us
+from tpoverlap.tuning import DeviceModel, collective_us, estimate, gemm_time_us, plain
 from tpoverlap.tuning.device import GemmRates, OneKernel, Rate
+from tpoverlap.tuning.model import PLAIN
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,7 @@ class Fitted:
         if seen.quantity in ("gather", "scatter"):
             return collective_us(device, problem)
         if seen.quantity == "plain":  # a GEMM and the library's collective, one after the other
-            both = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes) + collective_us(device, problem)
-            return max(both, device.host_us.get("plain", 0.0))
+            return plain(device, problem).time_us
         assert seen.candidate is not None, "a method's time has a candidate"
         return estimate(device, problem, seen.candidate, current=seen.current).time_us
 
@@ -82,7 +82,7 @@ def fit(start: DeviceModel, observations: Sequence[Observation]) -> Fitted:
     )
     codes = sorted({seen.code for seen in observations if seen.code})
     hosts = {code: _host_times(fitted, [seen for seen in observations if seen.code == code]) for code in codes}
-    ours = {**start.host_us, **hosts.get(OURS, {})}
+    ours = {**start.host_us, **hosts.get(OURS, {}), **hosts.get(PLAIN, {})}
     return replace(fitted, host_us=hosts, device=replace(fitted.device, host_us=ours))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import click
 import torch
 from rich.console import Console
 
-from benchmarks import cuda_faults, host, nccl_order
+from benchmarks import cuda_faults, growth, nccl_order
 from benchmarks.environment import environment
 from tpoverlap.testing import RankPool, conformance, run_ranks
 from tpoverlap.testing.conformance.gemms import check_bulk
@@ -184,17 +185,31 @@ def _doctor(report: Report) -> None:
     report.check("doctor", run)
 
 
-def _costs(report: Report, quick: bool) -> None:
-    report.check("host time", lambda: run_ranks(host.host_time, 2, "cuda", 60, device="cuda", timeout_s=120))
+def _host_suite() -> Any:
+    """Rows of `tpoverlap bench --suite host`, which checks results before it times them."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "host.json"
+        command = [sys.executable, "-m", "tpoverlap", "bench", "--device", "cuda", "--suite", "host", "--quick"]
+        done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, timeout=200, check=False)
+        if not file.exists():
+            raise RuntimeError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-2500:]}")
+        data = json.loads(file.read_text())
+    if data["problems"] or not data["rows"]:
+        raise RuntimeError(f"host suite: {data['problems'] or 'nothing was measured'}")
+    return {row["label"]: row["host_us"] for row in data["rows"]}
 
-    def growth() -> Any:
-        rows = run_ranks(host.thousand_shapes, 2, "cuda", 200 if quick else 1000, device="cuda", timeout_s=240)
+
+def _costs(report: Report, quick: bool) -> None:
+    report.check("host time: bench --suite host", _host_suite)
+
+    def grown() -> Any:
+        rows = run_ranks(growth.thousand_shapes, 2, "cuda", 200 if quick else 1000, device="cuda", timeout_s=240)
         for row in rows:
             if row["reserved_bytes_growth"] or row["allocated_bytes_growth"] or row["arena_allocations"] != 1:
                 raise AssertionError(f"memory grew over random T: {rows}")
         return rows
 
-    report.check("random T: no allocation, no growth", growth)
+    report.check("random T: no allocation, no growth", grown)
 
 
 def _times(report: Report, quick: bool) -> list[Row]:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpoverlap.config import Note
+from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.dispatch import Decision
+from tpoverlap.gemm.fp8 import SCALE_BYTES
+from tpoverlap.overlap.fp8 import METHODS
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -23,10 +26,12 @@ def explanation(
     notes: Sequence[Note],
     dtype: torch.dtype,
     remark: str = "",
+    fp8: bool = False,
 ) -> str:
     """Method, source and reason; rows and bytes; backend and why; what the configuration's checker had to say.
 
-    ``remark``: about the choice by T, empty where there is none.
+    ``remark``: about the choice by T, empty where there is none. ``fp8``: the manager has an FP8 mode, so layers with
+    a recipe may run this name; what they move is another number of bytes.
     """
     tokens, width = partition.total, communicator.width
     size_bytes = tokens * width * dtype.itemsize
@@ -38,6 +43,21 @@ def explanation(
         f"  chosen by: {decision.source}: {decision.reason}",
         *([f"  by T: {remark}"] if remark else []),
         f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {width}], {size_bytes} bytes",
+        *([f"  under an FP8 recipe: {_in_fp8(communicator, decision, tokens, size_bytes, dtype)}"] if fp8 else []),
         f"  backend: {backend}",
     ]
     return "\n".join(lines + [f"  {note.level}: {note}" for note in notes])
+
+
+def _in_fp8(communicator: CommOverlap, decision: Decision, tokens: int, size_bytes: int, dtype: torch.dtype) -> str:
+    """What an FP8 layer's operation of this name moves: docs/design/0008-fp8.md."""
+    method, config = decision.method, decision.config or communicator.config
+    rows_bytes = tokens * communicator.width
+    if method not in METHODS:
+        return f"refused, {method} moves no FP8 rows; {', '.join(METHODS)} do"
+    if not config.is_reduce_scatter:
+        return f"{rows_bytes} bytes, one an element, and the scales: {SCALE_BYTES} bytes a tensor, or a row if row-wise"
+    if communicator.config.fp8_buf and method in FP8_SCATTERS:
+        return f"{rows_bytes + SCALE_BYTES * tokens} bytes, one an element and {SCALE_BYTES} a row for its scale"
+    why = "fp8_buf is false" if not communicator.config.fp8_buf else f"{method} adds in it"
+    return f"{size_bytes} bytes still, the sums move in {str(dtype).removeprefix('torch.')}: {why}"

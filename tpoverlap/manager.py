@@ -410,7 +410,8 @@ class UserBufferManager:
         decision = self._tables.decide(communicator, tokens, by_tokens, overflow=overflow)
         notes = [note for note in self._config.notes if note.name == name]
         backend = f"{self.backend_name}: {self.backend_reason}"
-        return explanation(communicator, partition, decision, backend, notes, self.dtype, remark)
+        fp8 = "fp8" in self.quantization_modes
+        return explanation(communicator, partition, decision, backend, notes, self.dtype, remark, fp8)
 
     def plan(self) -> dict[str, Any]:
         """The dispatch choices of all names: serialisable, with a hash; pin them with ``plan=``."""

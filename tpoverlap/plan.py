@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,8 @@ def pinned_methods(plan: Mapping[str, Any] | None, tp_size: int, config: Resolve
     if not isinstance(plan, Mapping) or plan.get("version") != PLAN_VERSION or "methods" not in plan:
         got = f"version {plan.get('version')!r}" if isinstance(plan, Mapping) else type(plan).__name__
         raise ConfigError(f"plan= must be what mgr.plan() returned (version {PLAN_VERSION}), got {got}")
+    if (odd := _not_plain(plan, "plan")) is not None:
+        raise ConfigError(f"{odd}; plan= must be what mgr.plan() returned, or the same read back from JSON")
     if plan.get("tp_size") != tp_size:
         raise ConfigError(
             f"the plan was made for tp_size={plan.get('tp_size')}, this group has {tp_size}; take one made for it"
@@ -81,6 +84,25 @@ def pinned_evidence(plan: Mapping[str, Any] | None) -> Evidence | None:
     if plan is None:
         return None
     return Evidence.from_dict(plan["by_tokens"]) if "by_tokens" in plan else Evidence()
+
+
+def _not_plain(value: Any, where: str) -> str | None:
+    """The first part of ``value`` that mgr.plan() cannot have written: not of JSON, which the hash is made of."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            if not isinstance(key, str):
+                return f"{where} has the key {key!r}, a {type(key).__name__} and no text"
+            if (odd := _not_plain(one, f"{where}[{key!r}]")) is not None:
+                return odd
+        return None
+    if isinstance(value, list | tuple):
+        found = (_not_plain(one, f"{where}[{index}]") for index, one in enumerate(value))
+        return next((odd for odd in found if odd is not None), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{where} is {value!r}, no finite number"
+    if value is None or isinstance(value, str | int | float):
+        return None
+    return f"{where} is {value!r}, a {type(value).__name__}"
 
 
 def _legal_rows(rows: Mapping[str, Any], config: ResolvedConfig) -> dict[str, str]:

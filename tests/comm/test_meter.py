@@ -50,6 +50,60 @@ def test_one_in_so_many_and_failed_ones_do_not_count() -> None:
     assert meter.stats()["fc1_fprop"]["metered_calls"] == 2
 
 
+@pytest.mark.parametrize("names", [1, 6, 12, 16])
+def test_no_name_is_left_out_however_many_a_step_has(names: int) -> None:
+    """One in sixteen of all operations would never meet most names of a step of 16."""
+    meter = Meter(CPU, every=16)
+    step = [Descriptor(1, f"name{index}_fprop all-gather ring_exchange", 100, 0) for index in range(names)]
+    seen: dict[str, int] = {}
+    most = 0
+    for _ in range(32):
+        measured = [operation for one in step if (operation := meter.of(one)) is not None]
+        most = max(most, len(measured))
+        for operation in measured:
+            seen[operation.name] = seen.get(operation.name, 0) + 1
+            operation.failed = True
+    assert seen == {f"name{index}_fprop": 2 for index in range(names)}
+    assert most == 1, "and no step is slowed down by all of them"
+
+
+class FakeEvent:
+    """A timing event that the device passes at once; counts how many were made."""
+
+    made = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        type(self).made += 1
+        self.at_ms = -1.0
+
+    def record(self) -> None:
+        self.at_ms = 1e3 * time.perf_counter()
+
+    def query(self) -> bool:
+        return self.at_ms >= 0
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_events_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(FakeEvent, "made", 0)
+    meter = Meter(torch.device("cuda"), every=1)
+    for number in range(50):
+        operation = meter.of(GATHER)
+        assert operation is not None
+        for what in ("begin", "wait", "arrived", "end"):
+            operation.mark(what, 1)
+        if number == 25:
+            operation.failed = True
+    row = meter.stats()["fc1_fprop"]
+    assert row["metered_calls"] == 49 and 0 < row["exposed_percent"] < 100
+    assert FakeEvent.made == 8, "four, and four again after the failed one kept its own"
+
+
 def test_a_host_that_runs_ahead_is_not_measured_without_bound() -> None:
     meter = Meter(CPU)
     assert sum(meter.of(GATHER) is not None for _ in range(1000)) == 64

@@ -64,6 +64,13 @@ def explanations(rank: int, size: int, backend: str) -> dict[str, str]:
         return texts
 
 
+def fp8_explanations(rank: int, size: int) -> dict[str, str]:
+    config = {"proj_fprop": {"method": "pipeline", "fp8_buf": True}, "qkv_wgrad": {"method": "bulk"}}
+    with make_manager(ub_cfgs=config, quantization_modes=["none", "fp8"]) as manager:
+        names = ("qkv_fprop", "proj_fprop", "fc2_fprop", "qkv_wgrad")
+        return {name: manager.explain(name, 7) for name in names}
+
+
 def counted(rank: int, size: int) -> dict[str, Any]:
     """T = 1, 3, 4, 24 of C = 24: buckets are eighths of C."""
     with make_manager() as manager:

@@ -36,6 +36,20 @@ def test_explain(rank_pool: Pools, backend: str) -> None:
         assert "T=7" in texts["active shape"] and "[1, 6]" in texts["active shape"], texts["active shape"]
 
 
+def test_explain_counts_fp8_bytes(rank_pool: Pools) -> None:
+    """T = 7, H = 16: 448 bytes in float32, 112 with one byte an element."""
+    for texts in rank_pool(2).run(report_ranks.fp8_explanations, timeout_s=60.0):
+        assert all("[7, 16], 448 bytes" in text for text in texts.values()), texts
+        for name, says in {
+            "qkv_fprop": "under an FP8 recipe: 112 bytes, one an element, and the scales: 4 bytes a tensor",
+            "proj_fprop": "under an FP8 recipe: 140 bytes, one an element and 4 a row for its scale",
+            "fc2_fprop": "under an FP8 recipe: 448 bytes still, the sums move in float32: fp8_buf is false",
+        }.items():
+            assert says in texts[name], texts[name]
+    for texts in rank_pool(2).run(report_ranks.explanations, "auto", timeout_s=60.0):
+        assert "FP8" not in texts["qkv_fprop"], "this manager has no such mode"
+
+
 def test_stats(rank_pool: Pools) -> None:
     for stats in rank_pool(2).run(report_ranks.counted, timeout_s=60.0):
         assert set(stats) == {"qkv_fprop", "qkv_dgrad", "qkv_wgrad"}, "only names that were called"

@@ -14,7 +14,7 @@ from tpoverlap.errors import ConfigError
 from tpoverlap.tools.cli import SUBCOMMANDS, main
 from tpoverlap.tools.predict.tokens import parse_tokens
 from tpoverlap.tools.predict.topology import PRESETS, on_topology, topology_of
-from tpoverlap.tuning import Problem, load_device
+from tpoverlap.tuning import Problem, collective_us, load_device
 
 LAYER = ("--hidden", "8192", "--ffn", "28672", "--gated", "--heads", "64", "--kv-heads", "8")
 
@@ -52,6 +52,25 @@ def test_every_gemm_has_a_choice_that_is_no_worse_than_sequential() -> None:
     assert features["proj_fprop"] == 4096 and features["fc2_fprop"] == 14336
     assert found["memory_bytes_a_rank"]["symmetric_bytes"] > 0
     assert found["error_of_the_model"]["left_out"] == "whole shapes"
+
+
+def test_plain_nccl_and_cublas_is_a_baseline_too() -> None:
+    found = answer("--tp", "2", "--tokens", "128,8192", "--gpu", "h200")
+    device = load_device("h200")
+    for gemm in found["gemms"]:
+        small, large = gemm["rows"]
+        problem = Problem(gemm["kind"], 8192, 8192, gemm["features"], 2)
+        alone, collective = large["gemm_us"], collective_us(device, problem)
+        assert large["plain_us"] == pytest.approx(alone + collective, abs=0.2), "one after the other, nothing hidden"
+        assert large["gain_over_plain"] == pytest.approx(large["plain_us"] / large["time_us"], abs=1e-3)
+        assert small["plain_us"] == device.host_us["plain"] < small["sequential_us"], (
+            "its launches are the cheaper ones"
+        )
+    by_kind = found["error_of_the_model"]["median_percent_by_kind"]
+    shown = " ".join(run(*LAYER, "--tp", "2", "--tokens", "128", "--gpu", "h200").output.split())
+    for direction in ("ag", "rs"):
+        assert f"{direction} {by_kind[f'{direction} GEMM, then NCCL']} %" in shown
+    assert "a gain over NCCL below 1" in shown and "NCCL ┃ gain" in shown, "not cut off in a pipe"
 
 
 def test_hidden_launches_leave_the_device_alone() -> None:

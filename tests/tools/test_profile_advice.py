@@ -201,6 +201,21 @@ def test_more_ranks_need_less_of_the_blame() -> None:
     assert even is None
 
 
+def test_noise_is_no_late_rank() -> None:
+    """Waits that look the same in the median, told apart by how they spread over the calls."""
+    row = replace(HIDDEN, calls=12, exposed_us=230, wall_us=1230, wait_us={0: 4.0, 1: 196.0})
+    steady = replace(row, wait_spread_us={0: 3.0, 1: 20.0}, late_calls={0: 1, 1: 11})
+    advice = ask(steady)
+    assert advice is not None and advice.rule == "late-rank" and "in 11 of 12 calls" in advice.text
+    for noisy in (
+        replace(steady, wait_spread_us={0: 3.0, 1: 200.0}),  # between nothing and twice as much
+        replace(steady, late_calls={0: 4, 1: 8}),  # now this one, now that one
+        replace(steady, calls=2, late_calls={0: 0, 1: 2}),  # seen twice
+    ):
+        found = ask(noisy)
+        assert found is None or found.rule != "late-rank", noisy
+
+
 def test_names_without_options_get_advice_that_needs_none() -> None:
     row = replace(HIDDEN, name="mine", method="", comm_us=1200.0, exposed_us=250.0, wall_us=1250.0)
     (advice,) = advise([row], Setting(2))

@@ -64,6 +64,9 @@ def test_the_median_call_of_the_slowest_rank_stands_for_all() -> None:
     (row,) = figures_of(spans)
     assert row.calls == 3 and row.wall_us == pytest.approx(240)
     assert row.wait_us == {1: pytest.approx(30), 0: pytest.approx(25)} and row.waited_for_rank == 1
+    # For rank 1 was waited 20, 30, 900 and for rank 0 25, 10, 40: the middle halves, and who was the later one.
+    assert row.wait_spread_us == {1: pytest.approx(465 - 25), 0: pytest.approx(32.5 - 17.5)}
+    assert row.late_calls == {1: 2, 0: 1} and row.as_dict()["late_calls"] == {"0": 1, "1": 2}
 
 
 def test_an_operation_inside_another_is_not_counted_twice() -> None:

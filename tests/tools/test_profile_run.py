@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 from tpoverlap.config import resolve
@@ -60,6 +62,41 @@ def test_every_gemm_is_measured_alone_and_overlapped(rank_pool: Any, tmp_path: P
         saved = json.loads((tmp_path / f"T{one.num_tokens}" / "report.json").read_text())
         assert saved["num_tokens"] == one.num_tokens and saved["try"] is None
         assert {row["name"] for row in saved["gemms"]} == COMMUNICATING
+
+
+def test_the_time_limit_ends_rounds_and_then_t(rank_pool: Any, tmp_path: Path) -> None:
+    """Many rounds of two T in four seconds: fewer rounds of the first, the second within its share or left out."""
+    begin_s = time.monotonic()
+    asked = job(tmp_path, tokens=(40, 7), rounds=100_000, limit_s=4.0)
+    reports, _ = rank_pool(2).run(profile_rank, asked, timeout_s=60)
+    assert time.monotonic() - begin_s < 15.0
+    assert [one.num_tokens for one in reports][:1] == [40]
+    for one in reports:
+        calls = {row.calls for row in one.report.figures}
+        assert len(calls) == 1 and 3 <= calls.pop() < 100_000
+        saved = json.loads((tmp_path / f"T{one.num_tokens}" / "report.json").read_text())
+        assert saved["rounds"] == one.report.figures[0].calls and saved["rounds_asked"] == 100_000
+    late = job(tmp_path, tokens=(40, 7), limit_s=0.0)
+    assert rank_pool(2).run(profile_rank, late, timeout_s=60)[0] == [], "nothing is begun after the end"
+
+
+def weights_of_sets(rank: int, world_size: int) -> tuple[int, int]:
+    from tpoverlap.tools.profile.layer import GemmSet
+
+    sets = [GemmSet(dist.group.WORLD, LayerSizes(32, 64, 2), 40, torch.float32, torch.device("cpu"), {})]
+    sets.append(
+        GemmSet(dist.group.WORLD, LayerSizes(32, 64, 2), 40, torch.float32, torch.device("cpu"), {}, like=sets[0])
+    )
+    try:
+        a, b = ({getattr(one, name).weight.data_ptr() for name in ("qkv", "proj", "fc1", "fc2")} for one in sets)
+        return len(a), len(a | b)
+    finally:
+        for one in sets:
+            one.close()
+
+
+def test_the_compared_sets_share_their_weights(rank_pool: Any) -> None:
+    assert rank_pool(2).run(weights_of_sets, timeout_s=60) == [(4, 4), (4, 4)]
 
 
 def try_something(rank: int, world_size: int, directory: str) -> list[TokensReport]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,18 @@ def test_tables_show_every_step_and_every_problem() -> None:
         and "not overlapped" in text
         and "1 not within 2 to 128 bytes and skipped" in " ".join(text.split())
     )
+
+
+def test_t_of_a_step_is_compared_with_its_microbatches_capacities() -> None:
+    """Two microbatches that fill C are 1.00 of it together, not 2.00."""
+    report = make_report()
+    job = replace(report.job, microbatches=2)
+    steps = tuple(replace(one, active_tokens=2 * job.capacity_tokens) for one in report.outcome.steps)
+    console = Console(width=120, record=True, file=io.StringIO())
+    show(console, replace(report, job=job, outcome=replace(report.outcome, steps=steps)))
+    shown = console.export_text()
+    assert "1.00" in shown and " 2.00" not in shown, shown
+    assert "a microbatch, of which T/C is the mean of 2" in " ".join(shown.split())
 
 
 def test_plot_is_a_png_of_readable_size(tmp_path: Path) -> None:

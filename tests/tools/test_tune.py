@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from tpoverlap.config import check, resolve
+from tpoverlap.config import KNOWN_NAMES, check, legal_methods, resolve
 from tpoverlap.errors import ConfigError
 from tpoverlap.tools.predict.tokens import parse_tokens
-from tpoverlap.tools.tune.decide import Result, beats, row_of, slowest, winner
+from tpoverlap.tools.tune.decide import Result, beats, row_of, slowest, verdict_of, winner
 from tpoverlap.tools.tune.job import Ask, Bucket, TuneJob
 from tpoverlap.tools.tune.lengths import read_lengths
-from tpoverlap.tools.tune.output import by_name, cache_entries, yaml_text
+from tpoverlap.tools.tune.output import by_name, cache_entries, unmeasured_names, yaml_text
 from tpoverlap.tools.tune.session import Outcome, tune
 from tpoverlap.tools.tune.state import State
-from tpoverlap.tuning import Candidate, entry_key
+from tpoverlap.tools.tune.tables import show
+from tpoverlap.tuning import Candidate, entry_key, estimated_table, load_device
 from tpoverlap.tuning.layer import LayerShape
 
 LAYER = LayerShape(8192, 28672, 2, 64, 8, gated=True)
@@ -157,17 +161,83 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     assert len(rest.asked) < len(whole.asked), "what had been measured was not measured again"
 
 
+class Slow:
+    """A `Fake` on whose clock every run takes 10 s. ``dies``: runs that find no time, by number."""
+
+    def __init__(self, times: dict[str, float], dies: Sequence[int] = ()) -> None:
+        self.fake, self.now_s, self.dies = Fake(times), 0.0, dies
+
+    def __call__(self, ask: Ask) -> list[list[list[float]]] | None:
+        self.now_s += 10.0
+        found = self.fake(ask)
+        return None if len(self.fake.asked) in self.dies else found
+
+    def clock(self) -> float:
+        return self.now_s
+
+
 def test_the_budget_ends_it(tmp_path: Path) -> None:
-    seconds = iter(range(1000))
-    outcome = search(tmp_path, Fake(RING_BEST), budget_s=4.0, clock=lambda: float(next(seconds)))
-    assert outcome.num_measured == 3 and not outcome.is_complete
+    slow = Slow(RING_BEST)
+    outcome = search(tmp_path, slow, budget_s=45.0, clock=slow.clock)
+    assert slow.now_s == 40.0, "a fifth bucket, of 10 s like those before it, would have ended after 50"
+    assert [ask.limit_s for ask in slow.fake.asked] == [45.0, 35.0, 25.0, 15.0], "what is left, for the ranks to obey"
+    assert outcome.num_measured == 4 and not outcome.is_complete
     assert max(bucket.high for bucket in outcome.buckets) == 8192
-    assert all(outcome.result(one) for one in outcome.buckets[:3]), "the largest T first"
-    text = yaml_text(JOB, MACHINE, outcome)
-    assert "not measured, the time budget was used up" in text and f"3 of {len(outcome.buckets)} buckets" in text
+    assert all(outcome.result(one) for one in outcome.buckets[:4]), "the largest T first"
+    text = yaml_text(JOB, MACHINE, outcome, ["a remark"])
+    assert "not measured, the time budget was used up; the default" in text and "# a remark" in text
+    assert f"4 of {len(outcome.buckets)} buckets" in text
+    path = tmp_path / "ub.yaml"
+    path.write_text(text)
+    assert not [note for note in check(path, 2) if note.level in ("error", "warning")]
+    for name in unmeasured_names(outcome):
+        assert f"# {name}: not measured" in text and name not in resolve(path, 2).extras["by_tokens"]
+    assert len(unmeasured_names(outcome)) == 10 - len(by_name(outcome)) > 0
     assert cache_entries(outcome) == {}, "half a shape is not for the cache"
     assert search(tmp_path, Fake(RING_BEST)).is_complete
     assert search(tmp_path, Fake(RING_BEST), budget_s=0.0).is_complete, "nothing left to do"
+
+
+@pytest.mark.parametrize(
+    ("dies", "measured"), [((3,), 1), ((4,), 1), ((5,), 2)], ids=["while searching", "while confirming", "next bucket"]
+)
+def test_half_a_bucket_is_not_filed(tmp_path: Path, dies: Sequence[int], measured: int) -> None:
+    """With a winner other than the default each bucket has two runs: what is unconfirmed is unmeasured."""
+    slow = Slow(SEQUENTIAL_BEST, dies)
+    outcome = search(tmp_path, slow, budget_s=1e6, clock=slow.clock)
+    assert outcome.num_measured == measured and len(slow.fake.asked) == dies[0], "and nothing is begun after it"
+    assert len(State(tmp_path / "state.json", JOB.key(MACHINE)).results) == measured
+
+
+def test_untuned_is_what_a_manager_does_untuned() -> None:
+    """Where the dispatcher has a cost model, its choice is the default that must not be made slower."""
+    model = load_device("h200")
+    defaults = {True: set(), False: set()}
+    for bucket in JOB.buckets(132, model):
+        name = bucket.names[0]
+        legal = legal_methods(name, KNOWN_NAMES[name].is_reduce_scatter)
+        table = estimated_table(model, bucket.problem, 8192, legal, {})
+        untuned = bucket.candidates[bucket.default]
+        assert untuned == table.at(bucket.high).candidate
+        assert row_of(bucket, None).candidate == untuned, "an unmeasured bucket keeps it"
+        defaults[bucket.problem.is_beside].add(untuned.method)
+    assert len(defaults[False]) > 1, "else this says no more than the default method of the name"
+
+
+def test_the_verdict_stands_in_table_and_file(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=60, highlight=False, markup=False, soft_wrap=True)
+    refuted = Fake(SEQUENTIAL_BEST, {"sequential": 11.0})
+    outcome = search(tmp_path, refuted)
+    show(console, outcome)
+    shown, text = console.file.getvalue(), yaml_text(JOB, MACHINE, outcome)  # type: ignore[attr-defined]
+    assert "not confirmed: default" in shown, shown
+    assert "sequential 11.0/22.0 against the default's 10.0/20.0 again: not confirmed, so the default ring_exch" in text
+    bucket = outcome.buckets[0]
+    result = outcome.result(bucket)
+    assert result is not None and verdict_of(bucket, result) == "not confirmed: default"
+    assert verdict_of(bucket, replace(result, chosen=result.won)) == "confirmed"
+    assert verdict_of(bucket, replace(result, won=bucket.default)) == "default kept"
+    assert verdict_of(bucket, None) == "not measured: default"
 
 
 def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:

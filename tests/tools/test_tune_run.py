@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +19,13 @@ import torch
 from click.testing import CliRunner, Result
 
 import tpoverlap as tpo
+from tpoverlap.config import resolve
 from tpoverlap.testing import RankPool
 from tpoverlap.tools.cli import SUBCOMMANDS, main
 from tpoverlap.tools.tune.decide import winner
+from tpoverlap.tools.tune.job import Ask
+from tpoverlap.tools.tune.measure import describe, measure
+from tpoverlap.tuning import Candidate
 
 SIZES = ("--hidden", "16", "--ffn", "24", "--heads", "2", "--tp", "2")
 
@@ -29,8 +39,8 @@ def shared_ranks(rank_pool: Callable[[int], RankPool], monkeypatch: pytest.Monke
     """The command's own pool would take seconds to start."""
 
     @contextmanager
-    def existing(world_size: int, *, device: str) -> Iterator[RankPool]:
-        assert device == "cpu"
+    def existing(world_size: int, *, device: str, group_timeout_s: float) -> Iterator[RankPool]:
+        assert device == "cpu" and group_timeout_s >= 60.0
         yield rank_pool(world_size)
 
     monkeypatch.setattr("tpoverlap.testing.RankPool", existing)
@@ -89,6 +99,93 @@ def test_no_budget_writes_no_guess(tmp_path: Path, shared_ranks: RankPool) -> No
     result = run(*arguments, "--minutes", "0")
     assert result.exit_code == 0 and "0 of" in result.output and "goes on from there" in result.output
     assert "method:" not in output.read_text(), "nothing was measured, so every name keeps its default"
+
+
+def measured_with(rank: int, size: int, ask: Ask) -> tuple[Any, int]:
+    """What `measure` returns, and how many tensors it drew."""
+    draw, drawn = torch.randn, []
+
+    def counting(*arguments: Any, **options: Any) -> torch.Tensor:
+        drawn.append(arguments)
+        return draw(*arguments, **options)
+
+    torch.randn = counting  # type: ignore[assignment]
+    try:
+        return measure(rank, size, ask), len(drawn)
+    finally:
+        torch.randn = draw
+
+
+ASK = Ask(
+    "scatter", 16, 12, (17, 32),
+    (Candidate("sequential"), Candidate("ring_exchange"), Candidate("pipeline", num_splits=2)),
+    "fp32", "cpu", 3, 20.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "beside-gather", "beside-scatter"])
+def test_operands_are_drawn_once(rank_pool: Callable[[int], RankPool], kind: Any) -> None:
+    """Not for each candidate and each T: the weights of a large layer are gigabytes."""
+    methods = {"gather": ASK.candidates[:2], "scatter": ASK.candidates}
+    ask = replace(ASK, kind=kind, candidates=methods.get(kind, (Candidate("sequential"), Candidate("bulk"))))
+    for times, drawn in rank_pool(2).run(measured_with, ask, timeout_s=60.0):
+        assert drawn == 4, "one call an operand"
+        assert len(times) == len(ask.candidates) and all(len(row) == 2 and min(row) > 0 for row in times)
+
+
+def test_the_ranks_give_up_together(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2).run(measure, replace(ASK, rounds=1000, limit_s=0.3), timeout_s=30.0) == [None, None]
+    assert all(rank_pool(2).run(measure, replace(ASK, limit_s=60.0), timeout_s=30.0))
+
+
+def never_ends(rank: int, size: int, ask: Ask) -> None:
+    """A compiler that takes longer than the budget: the ranks' own limit is never looked at."""
+    time.sleep(120.0)
+
+
+def test_the_budget_is_kept_by_force(tmp_path: Path, shared_ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpoverlap.tools.tune.measure.measure", never_ends)
+    shared_ranks.run(describe, "cpu")  # so that the start of the ranks is not in the time
+    output = tmp_path / "ub.yaml"
+    begin_s = time.monotonic()
+    result = run("--device", "cpu", "--tokens", "32", "--no-cache", "-o", str(output), "--minutes", "0.05")
+    assert result.exit_code == 0, result.output
+    assert 3.0 <= time.monotonic() - begin_s < 20.0
+    text = output.read_text()
+    assert "0 of" in result.output and "fc1_fprop: not measured" in text and resolve(output, 2).names
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:
+    """The real signal to the real command with its own ranks."""
+    output, state = tmp_path / "ub.yaml", tmp_path / "ub.yaml.state.json"
+    arguments = [*SIZES, "--device", "cpu", "--tokens", "9:32", "--no-cache", "-o", str(output)]
+    command = [sys.executable, "-m", "tpoverlap", "tune", *arguments]
+    process = subprocess.Popen([*command, "--rounds", "400"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60.0
+    while not state.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: ranks included
+    said, _ = process.communicate(timeout=30.0)
+    before = set(json.loads(state.read_text())["results"])
+    assert process.returncode == 1 and "interrupted: " in said and not output.exists(), said
+    assert 0 < len(before) < 9
+    done = subprocess.run([*command, "--rounds", "3"], capture_output=True, text=True, timeout=90.0)
+    assert done.returncode == 0 and output.exists() and not state.exists(), done.stdout + done.stderr
+
+
+def test_topology_of_doctor(tmp_path: Path, shared_ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words head the file; on GPUs a --tp beyond what it found is refused before anything starts."""
+    row = {"tp": 1, "gpus": [0], "pair_gb_s": None, "all_gb_s": None, "reason": "only PCIe"}
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps({"rows": [{"name": "largest TP", "status": "ok", "data": row}]}))
+    arguments = ("--tokens", "32", "--no-cache", "-o", str(tmp_path / "ub.yaml"), "--topology", str(path))
+    assert run("--device", "cpu", "--minutes", "0", *arguments).exit_code == 0
+    assert "# links, by doctor in doctor.json: only PCIe, by doctor" in (tmp_path / "ub.yaml").read_text()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    refused = run(*arguments)
+    assert refused.exit_code == 2 and "tune for --tp 1" in " ".join(refused.output.split()), refused.output
 
 
 def test_is_a_subcommand() -> None:

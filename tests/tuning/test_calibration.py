@@ -13,7 +13,7 @@ from benchmarks.calibrate import START, calibrate, cross_validate
 from benchmarks.device_sheets import SHEETS, scaled
 from benchmarks.fit import fit
 from benchmarks.observations import Observation, read_observations
-from tpoverlap.tuning import Candidate, DeviceModel, Kind, Problem, estimate, gemm_time_us, load_device
+from tpoverlap.tuning import Candidate, DeviceModel, Kind, Problem, estimate, gemm_time_us, load_device, plain
 from tpoverlap.tuning.device import GemmRates, Rate
 
 PROBES: tuple[tuple[Kind, str], ...] = (
@@ -43,6 +43,8 @@ def test_shipped_files_are_up_to_date(calibrated: DeviceModel) -> None:
                 fresh, stored = (estimate(one, problem, Candidate(method)).time_us for one in (device, shipped))
                 # another mathematics library may end the search a step elsewhere
                 assert stored == pytest.approx(fresh, rel=0.01), f"{device.name}.json is stale: {problem}, {method}"
+                fresh, stored = (plain(one, problem).time_us for one in (device, shipped))
+                assert stored == pytest.approx(fresh, rel=0.01), f"{device.name}.json is stale: {problem}, plain"
     assert load_device("h200").error["rows"] == calibrated.error["rows"]
 
 
@@ -53,6 +55,14 @@ def test_error_is_at_most_what_the_docs_claim(calibrated: DeviceModel) -> None:
     error = calibrated.error
     assert error["median_percent"] <= float(claims[1]) <= 10.0, error
     assert error["nine_in_ten_within_percent"] <= float(claims[2]), error
+    said = (
+        r"plain cuBLAS, then NCCL, the median error on shapes left\s+out is below (\d+) % with all-gather and below "
+        r"(\d+) % with reduce-scatter"
+    )
+    baseline = re.search(said, text)
+    assert baseline is not None, "and the error of the baseline without this library"
+    for bound, direction in zip(baseline.groups(), ("ag", "rs"), strict=True):
+        assert error["median_percent_by_kind"][f"{direction} GEMM, then NCCL"] <= float(bound) <= 10.0, error
     assert error["rows"] >= 100 and error["shapes"] >= 15, "measured on too little to say anything"
 
 

@@ -4,9 +4,12 @@
            measured                     how
 =========  ===========================  ======================================================================
 CPU        every operation              clock readings before and after each wait
-CUDA       one operation in sixteen     timing events before and after each wait, read when the GPU has passed them:
-                                        asking never waits
+CUDA       one in sixteen of each       timing events before and after each wait, read when the GPU has passed them
+           operation                    (asking never waits) and used again
 =========  ===========================  ======================================================================
+
+Each operation (name, direction and method) is counted for itself: a step repeats the same ones, so one in sixteen of
+all would meet some names always and others never. They start at different counts, so that no step measures all.
 
 While a `Trace` records, the meter pauses.
 """
@@ -22,6 +25,8 @@ import torch
 from tpoverlap.comm.descriptor import Descriptor
 
 EVERY_ON_CUDA: Final = 16
+_STRIDE: Final = 5
+"""From one operation's first count to the next one's; has no factor in common with sixteen."""
 _MOST_PENDING: Final = 64
 """Operations whose events the GPU has not passed. Beyond it a new one is not measured: the host runs far ahead."""
 
@@ -33,25 +38,30 @@ class Meter:
 
     Args:
         device: of the manager.
-        every: measure one operation in so many; None: 1 on the CPU, 16 on CUDA.
+        every: measure one call of each operation in so many; None: 1 on the CPU, 16 on CUDA.
     """
 
     def __init__(self, device: torch.device, every: int | None = None) -> None:
         self._cuda = device.type == "cuda"
-        self._every = every if every is not None else EVERY_ON_CUDA if self._cuda else 1
-        self._count = 0
+        self.every = every if every is not None else EVERY_ON_CUDA if self._cuda else 1
+        self._counts: dict[str, int] = {}  # by label
         self._pending: deque[MeteredOperation] = deque()
+        self._spare: list[torch.cuda.Event] = []
         self._sums: dict[str, _Sums] = defaultdict(_Sums)
 
     def of(self, descriptor: Descriptor) -> MeteredOperation | None:
         """What an operation reports to, or None when this one is not measured."""
-        self._count += 1
-        if self._count % self._every:
+        label = descriptor.label
+        count = self._counts.get(label)
+        if count is None:
+            count = len(self._counts) * _STRIDE % self.every
+        self._counts[label] = count = count + 1
+        if count % self.every:
             return None
         self._collect()
         if len(self._pending) >= _MOST_PENDING or (self._cuda and torch.cuda.is_current_stream_capturing()):
             return None
-        operation = MeteredOperation(descriptor.label.partition(" ")[0], self._cuda)
+        operation = MeteredOperation(label.partition(" ")[0], self._spare if self._cuda else None)
         self._pending.append(operation)
         return operation
 
@@ -67,16 +77,21 @@ class Meter:
         while pending and pending[0].is_over():
             operation = pending.popleft()
             self._sums[operation.name].add(operation)
+            if self._cuda and not operation.failed:  # a failed one's events may never have been recorded
+                self._spare += operation.events()
 
 
 class MeteredOperation:
-    """The points of one operation: begin, end, and pairs round each wait."""
+    """The points of one operation: begin, end, and pairs round each wait.
 
-    __slots__ = ("_cuda", "begin", "end", "failed", "name", "points")
+    ``spare``: events to use before new ones are made; None: clock readings.
+    """
 
-    def __init__(self, name: str, cuda: bool) -> None:
+    __slots__ = ("_spare", "begin", "end", "failed", "name", "points")
+
+    def __init__(self, name: str, spare: list[torch.cuda.Event] | None) -> None:
         self.name = name
-        self._cuda = cuda
+        self._spare = spare
         self.points: list[tuple[bool, int, _Point]] = []
         self.failed = False
         self.begin: _Point | None = None
@@ -92,11 +107,17 @@ class MeteredOperation:
             self.end = self._now()
 
     def _now(self) -> _Point:
-        if not self._cuda:
-            return time.perf_counter() * 1e6
-        event = torch.cuda.Event(enable_timing=True)
+        spare = self._spare
+        if spare is None:
+            return time.perf_counter()
+        event = spare.pop() if spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def events(self) -> list[torch.cuda.Event]:
+        """Those of its points, when nobody asks for its times any more."""
+        points = (self.begin, self.end, *(point for _, _, point in self.points))
+        return [point for point in points if isinstance(point, torch.cuda.Event)]
 
     def is_over(self) -> bool:
         """Whether all its points have passed. Never blocks."""
@@ -151,6 +172,6 @@ class _Sums:
 def _between(begin: _Point, end: _Point) -> float:
     if isinstance(begin, float):
         assert isinstance(end, float), "points of one operation are of one kind"
-        return end - begin
+        return 1e6 * (end - begin)
     assert isinstance(end, torch.cuda.Event), "points of one operation are of one kind"
     return 1e3 * float(begin.elapsed_time(end))

@@ -19,7 +19,7 @@ from tpoverlap.tuning.device import DeviceModel, known_devices, load_device, rec
 from tpoverlap.tuning.evidence import Evidence, entry_key
 from tpoverlap.tuning.gemm_time import gemm_time_us
 from tpoverlap.tuning.heuristic import basis_of, best_in_bucket, break_even, candidates_within, estimated_table
-from tpoverlap.tuning.model import Candidate, Estimate, candidates, collective_us, estimate, transfer_us
+from tpoverlap.tuning.model import Candidate, Estimate, candidates, collective_us, estimate, plain, transfer_us
 from tpoverlap.tuning.problem import Kind, Problem
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "known_devices",
     "load_device",
     "merged",
+    "plain",
     "read_entries",
     "recognise",
     "samples",

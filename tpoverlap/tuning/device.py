@@ -13,6 +13,8 @@ from tpoverlap.errors import ConfigError
 
 FOLDER: Final = Path(__file__).parent / "devices"
 
+_TOO_LARGE: Final = 1e9  # of microseconds, GB/s or an exponent
+
 MEASURED: Final = "measured"
 ESTIMATE: Final = "estimate"
 
@@ -69,7 +71,8 @@ class DeviceModel:
             received blocks), fused (what the one-kernel method adds to its GEMM).
         step_us: one wait for a flag and the launch behind it, on the device.
         hop_us: what a collective's latency grows with each rank above two.
-        host_us: processor time of one operation by "direction method", where the launches are the limit.
+        host_us: processor time of one operation by "direction method", where the launches are the limit; "plain": of
+            torch's GEMM and the library's collective.
         match: capability, multiprocessors and range of memory by which ``recognise`` knows it.
         error: of the calibration, as `benchmarks/calibrate.py` wrote it; empty for an estimate.
     """
@@ -114,13 +117,35 @@ class DeviceModel:
             values["fused"] = OneKernel(**{key: float(value) for key, value in values["fused"].items()})
             for key in ("copy", "gather", "scatter", "add"):
                 values[key] = Rate(**{part: float(value) for part, value in values[key].items()})
+            for key in ("memory_gb_s", "step_us", "hop_us"):
+                values[key] = float(values[key])
+            for key in ("multiprocessors", "nvlink_domain"):
+                values[key] = int(values[key])
+            values["host_us"] = {str(key): float(value) for key, value in dict(values["host_us"]).items()}
+            values |= {key: dict(values.get(key, {})) for key in ("match", "error")}
             device = cls(**values)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            _require_finite(device)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             names = ", ".join(one.name for one in fields(cls))
             raise ConfigError(f"these are not the parameters of a device: {error}; it has {names}") from error
-        if device.multiprocessors < 1 or min(device.copy.gb_s, device.gather.gb_s, device.memory_gb_s) <= 0:
+        if (
+            device.multiprocessors < 1
+            or not min(device.copy.gb_s, device.gather.gb_s, device.scatter.gb_s, device.add.gb_s, device.memory_gb_s)
+            > 0
+        ):
             raise ConfigError(f"device {device.name!r}: counts and rates must be positive")
         return device
+
+
+def _require_finite(device: DeviceModel) -> None:
+    """Raise ValueError for a number that is none, or so large that arithmetic with it fails."""
+    parts = [
+        asdict(part) for part in (device.gemm, device.copy, device.gather, device.scatter, device.add, device.fused)
+    ]
+    for values in (*parts, dict(device.host_us), {"step_us": device.step_us, "hop_us": device.hop_us}):
+        for key, value in values.items():
+            if not 0.0 <= value < _TOO_LARGE:
+                raise ValueError(f"{key} is {value!r}")
 
 
 def known_devices() -> tuple[str, ...]:

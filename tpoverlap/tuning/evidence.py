@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tpoverlap.config import legal_methods
+from tpoverlap.config.by_tokens import faults
 from tpoverlap.errors import ConfigError
 from tpoverlap.tuning.by_tokens import ByTokens, Row
 from tpoverlap.tuning.device import DeviceModel
@@ -97,10 +99,12 @@ class Evidence:
             ConfigError: it is something else.
         """
         try:
+            for where, what in faults(data["section"], legal_methods):
+                raise ConfigError(f"plan= has choices by T that mgr.plan() did not write: {where} {what}")
             device = None if data["device"] is None else DeviceModel.from_dict(data["device"])
             evidence = cls(data["section"], data["cached"], device, data["cache_basis"], "the plan has none")
             for rows in (*evidence.cached.values(), *(entry["rows"] for entry in evidence.section.values())):
                 ByTokens(tuple(Row.from_dict(row) for row in rows), "plan")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"plan= has choices by T that mgr.plan() did not write: {error!r}") from error
         return evidence

@@ -16,6 +16,9 @@ from tpoverlap.tuning.device import DeviceModel
 from tpoverlap.tuning.gemm_time import cool_time_us, gemm_time_us, slowdown
 from tpoverlap.tuning.problem import Problem, pieces_of
 
+PLAIN: Final = "plain"
+"""The baseline without this library, as `plain` estimates it; no method of ours."""
+
 _HOST_SHARE_PER_STEP: Final = 0.3
 """Of an operation's processor time at R = 2, what each further push and wait adds; assumed."""
 
@@ -97,6 +100,17 @@ def collective_us(device: DeviceModel, problem: Problem) -> float:
     if problem.bytes_sent == 0:
         return 0.0
     return rate.time_us(problem.bytes_sent) + device.hop_us * (problem.tp_size - 2)
+
+
+def plain(device: DeviceModel, problem: Problem) -> Estimate:
+    """The operation without this library: torch's GEMM and the group's collective (cuBLAS and NCCL) in turn.
+
+    Their launches cost the processor less than those of our own ``sequential``.
+    """
+    gemm_us = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
+    device_us = gemm_us + (collective_us(device, problem) if problem.tp_size > 1 else 0.0)
+    host_us = device.host_us.get(PLAIN, 0.0)
+    return Estimate(Candidate(PLAIN), round(max(device_us, host_us), 1), round(gemm_us, 1), host_us > device_us)
 
 
 def transfer_us(device: DeviceModel, problem: Problem) -> float:

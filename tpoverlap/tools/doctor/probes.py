@@ -10,12 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 
 from tpoverlap.tools.doctor import probes_cpu, probes_cuda
+from tpoverlap.tools.doctor.bandwidth import CPU_ROW, GPU_ROW, cpu_bandwidth_row, gpu_bandwidth_row
 from tpoverlap.tools.doctor.children import ChildResult, run_ranks
 from tpoverlap.tools.doctor.conclusions import backend_rows, method_rows, run_methods
+from tpoverlap.tools.doctor.container import mig_row, visible_devices_row
+from tpoverlap.tools.doctor.largest_tp import NAME, largest_tp_row
 from tpoverlap.tools.doctor.report import Report, Row, Status
 
 _PACKAGES = ("tpoverlap", "torch", "triton", "numpy", "cuda-bindings", "nvidia-ml-py")
 _GPU_ROWS = (
+    "MIG",
     "links",
     "NVLink domain",
     "peer access",
@@ -23,6 +27,8 @@ _GPU_ROWS = (
     "multicast",
     "symmetric memory",
     "process group (nccl)",
+    GPU_ROW,
+    NAME,
 )
 Say = Callable[[str], None]
 
@@ -48,6 +54,8 @@ def run_probes(*, cpu_timeout_s: float = 20.0, gpu_timeout_s: float = 60.0, say:
             guard("machine", "limits", probes_cpu.limits_row),
         ]
         cpu_rows = [shared.result(), handles.result(), gloo.result()]
+    say("CPU: bandwidth")  # alone: the probes beside it would share the cores
+    cpu_rows.append(guard("cpu", CPU_ROW, lambda: cpu_bandwidth_row(cpu_timeout_s)))
     gpu_rows, extra = _gpu_rows(gpu_timeout_s, say)
     rows = [guard("machine", "versions", lambda: versions_row(extra)), *rows, *cpu_rows, *gpu_rows]
     say("methods")
@@ -79,12 +87,12 @@ def _gpu_rows(timeout_s: float, say: Say) -> tuple[list[Row], dict[str, str]]:
             row = Row(
                 probes_cuda.SECTION, "devices", Status.FAILED, f"{', '.join(nodes)} exist, but {found}", how, remedy
             )
-        return [row, *_skipped("no CUDA device")], {}
+        return [row, visible_devices_row([], None), *_skipped("no CUDA device")], {}
     say("GPU: devices")
     inventory = run_ranks("cuda:inventory", 1, timeout_s=timeout_s, env=probes_cuda.SAFE_ENV)[0]
     devices = probes_cuda.devices_row(inventory)
     if not devices.ok:
-        return [devices, *_skipped("no CUDA device")], {}
+        return [devices, visible_devices_row([], None), *_skipped("no CUDA device")], {}
     found_devices = devices.data["devices"]
     count = len(found_devices)
     say("GPU: links")
@@ -96,14 +104,20 @@ def _gpu_rows(timeout_s: float, say: Say) -> tuple[list[Row], dict[str, str]]:
     symmetric = guard("gpu", "symmetric memory", lambda: probes_cuda.symmetric_memory_row(count, timeout_s))
     say("GPU: NCCL")
     nccl = guard("gpu", "process group (nccl)", lambda: probes_cuda.nccl_row(count, timeout_s))
+    say("GPU: bandwidth")
+    bandwidth = guard("gpu", GPU_ROW, lambda: gpu_bandwidth_row(count, timeout_s))
+    host = nvml.sections.get("host")
     made_here: list[tuple[str, Callable[[], Row]]] = [
+        ("visible devices", lambda: visible_devices_row(found_devices, host)),
+        ("MIG", lambda: mig_row(found_devices, None if host is None else host["mig"])),
         ("links", lambda: probes_cuda.links_row(nvml, count, topology)),
         ("NVLink domain", lambda: probes_cuda.domain_row(nvml)),
         ("peer access", lambda: probes_cuda.peer_access_row(inventory, count)),
         ("stream memory operations", lambda: probes_cuda.stream_operations_row(inventory)),
         ("multicast", lambda: probes_cuda.multicast_row(inventory)),
     ]
-    rows = [devices, *(guard("gpu", name, make) for name, make in made_here), symmetric, nccl]
+    rows = [devices, *(guard("gpu", name, make) for name, make in made_here), symmetric, nccl, bandwidth]
+    rows.append(guard("gpu", NAME, lambda: largest_tp_row(rows)))
     return rows, _driver_versions(inventory, nvml)
 
 

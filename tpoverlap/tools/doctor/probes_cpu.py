@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tpoverlap.tools.doctor.children import ChildResult, first_reason, run_ranks, worst
+from tpoverlap.tools.doctor.container import may_ptrace
 from tpoverlap.tools.doctor.report import Row, Status
 
 SHM_DIRECTORY = Path("/dev/shm")
@@ -59,6 +60,7 @@ def limits_row(root: Path = Path("/")) -> Row:
         "memlock_bytes": _rlimit(resource.RLIMIT_MEMLOCK),
         "open_files": _rlimit(resource.RLIMIT_NOFILE),
         "yama_ptrace_scope": ptrace_scope,
+        "may_ptrace": may_ptrace(status),
         "seccomp": {"0": "off", "1": "strict", "2": "filter"}.get(status.get("Seccomp", "").strip(), ""),
         "container": (root / ".dockerenv").exists() or "container" in os.environ,
     }
@@ -102,7 +104,13 @@ def handle_exchange_row(timeout_s: float) -> Row:
     results = run_ranks("cpu:handle_exchange", 2, timeout_s=timeout_s)
     refused = next((r.sections["pidfd_getfd"]["error"] for r in results if "pidfd_getfd" in r.sections), None)
     # A refusal is no failure: torch passes handles over the socket. It is shown because other libraries do not.
-    pidfd = "allowed" if refused is None else f"refused ({refused}), which matters only to libraries that use it"
+    # It needs the permission to ptrace; row 'limits' says what stands in its way.
+    pidfd = (
+        "allowed"
+        if refused is None
+        else f"refused ({refused}), which matters only to libraries that use it: docker run --cap-add SYS_PTRACE, or "
+        "kernel.yama.ptrace_scope=0, allows it"
+    )
     return outcome_row("cpu", "handle exchange", results, f"unix socket ok; pidfd_getfd {pidfd}", how, remedy)
 
 

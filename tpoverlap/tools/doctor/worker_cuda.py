@@ -115,10 +115,22 @@ def nvml(settings: Settings, emit: Emit) -> None:
     uuids = [uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}" for uuid in settings["uuids"]]
     emit("step", {"name": "find the GPUs by UUID"})
     handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+    emit("step", {"name": "numbers and MIG"})
+    emit("host", read_host(pynvml, handles))
     emit("step", {"name": "links"})
     emit("links", read_links(pynvml, handles))
     emit("step", {"name": "fabric"})
     emit("fabric", read_fabric(pynvml, handles))
+
+
+def read_host(nvml: Any, handles: list[Any]) -> dict[str, Any]:
+    """``{"count": GPUs of the host, "indices": [the host's number of each], "mig": [1 | 0 | None]}``; None: unknown."""
+    modes = [_ask(nvml, "nvmlDeviceGetMigMode", handle) for handle in handles]
+    return {
+        "count": _ask(nvml, "nvmlDeviceGetCount"),
+        "indices": [_ask(nvml, "nvmlDeviceGetIndex", handle) for handle in handles],
+        "mig": [None if mode is None else int(mode[0]) for mode in modes],
+    }
 
 
 def read_links(nvml: Any, handles: list[Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from tpoverlap.config import KNOWN_NAMES, legal_methods
 from tpoverlap.memory_report import memory_estimate
 from tpoverlap.tools.predict.tokens import TokenSpec
-from tpoverlap.tools.predict.topology import Topology, on_topology
+from tpoverlap.tools.predict.topology import Topology, is_another_link, on_topology
 from tpoverlap.tuning import (
     DeviceModel,
     Problem,
@@ -16,6 +16,7 @@ from tpoverlap.tuning import (
     break_even,
     candidates,
     estimate,
+    plain,
 )
 from tpoverlap.tuning.layer import LayerShape
 
@@ -24,7 +25,8 @@ from tpoverlap.tuning.layer import LayerShape
 class Row:
     """One T, or one bucket ``above`` < T <= ``tokens``; microseconds are those of ``tokens``.
 
-    ``gain_over_sequential`` and ``gain_over_padding``: how many times as fast. Padding runs the best method at C.
+    ``gain_over_..``: how many times as fast. Plain is torch's GEMM and the group's collective, NCCL and cuBLAS, without
+    this library; sequential is our own method of that name. Padding runs the best method at C.
     """
 
     above: int
@@ -35,8 +37,14 @@ class Row:
     gemm_us: float
     exposed_us: float
     sequential_us: float
+    plain_us: float
     padded_us: float
     host_bound: bool
+
+    @property
+    def gain_over_plain(self) -> float:
+        """Time of plain NCCL and cuBLAS over this one's."""
+        return self.plain_us / self.time_us
 
     @property
     def gain_over_sequential(self) -> float:
@@ -50,7 +58,11 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, gains included."""
-        gains = {"gain_over_sequential": self.gain_over_sequential, "gain_over_padding": self.gain_over_padding}
+        gains = {
+            "gain_over_plain": self.gain_over_plain,
+            "gain_over_sequential": self.gain_over_sequential,
+            "gain_over_padding": self.gain_over_padding,
+        }
         return asdict(self) | {key: round(value, 3) for key, value in gains.items()}
 
 
@@ -156,6 +168,7 @@ def _gemm(name: str, problem: Problem, device: DeviceModel, tokens: TokenSpec, c
                 found.gemm_us,
                 round(found.exposed_us, 1),
                 sequential_us,
+                plain(device, at).time_us,
                 padded,
                 found.host_bound,
             )
@@ -175,6 +188,12 @@ def _extrapolations(layer: LayerShape, device: DeviceModel, topology: Topology, 
             f"{outside} of {layer.tp_size} ranks are outside the NVLink domain of {topology.nvlink_domain} "
             f"({topology.basis}: {topology.source}); every rank waits for the link to them, "
             f"taken as {network_gb_s:g} GB/s"
+        )
+    measured = topology.link_gb_s(layer.tp_size)
+    if layer.tp_size <= topology.nvlink_domain and measured is not None and is_another_link(device, measured):
+        why.append(
+            f"the link is taken as {measured:g} GB/s, as doctor measured; the model of {device.name} was fitted at "
+            f"{device.copy.gb_s:g}"
         )
     if layer.dtype == "fp32":
         why.append("fp32: measured was bf16; twice its time a tile is assumed")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tpoverlap.tools.predict.prediction import Prediction, Row
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_WIDTH = 112
+_WIDTH = 132
 
 
 def show(console: Console, answer: Prediction) -> None:
@@ -23,7 +24,19 @@ def show(console: Console, answer: Prediction) -> None:
         f"on {answer.device.name}, capacity {answer.capacity_tokens}"
     )
     table = Table(title=title, title_justify="left", pad_edge=False)
-    for heading in ("GEMM", "T", "best method", "us", "GEMM alone", "exposed", "our seq.", "gain", "vs padded"):
+    for heading in (
+        "GEMM",
+        "T",
+        "best method",
+        "us",
+        "GEMM alone",
+        "exposed",
+        "NCCL",
+        "gain",
+        "our seq.",
+        "gain",
+        "vs padded",
+    ):
         table.add_column(heading, justify="left" if heading in ("GEMM", "best method") else "right", no_wrap=True)
     table.add_column("pays from T", justify="right", no_wrap=True)
     for gemm in answer.gemms:
@@ -32,12 +45,17 @@ def show(console: Console, answer: Prediction) -> None:
         for number, row in enumerate(gemm.rows):
             first = number == 0
             table.add_row(gemm.name if first else "", *_cells(row), pays if first else "")
-    console.print(table, width=max(console.width, _WIDTH))  # a pipe is 80 columns wide and would hide the figures
+    console.width = max(console.width, _WIDTH)  # a pipe is 80 columns wide and would hide the figures
+    console.print(table)
     if any(row.host_bound for gemm in answer.gemms for row in gemm.rows):
         console.print("*: the processor's launches are the limit, not the GPU; --launches hidden leaves them out")
+    console.print(
+        "NCCL: plain cuBLAS, then NCCL's collective, without tpoverlap; our seq.: tpoverlap's own method sequential. "
+        "Each with the best method's gain over it"
+    )
+    if any(row.gain_over_plain < 1.0 for gemm in answer.gemms for row in gemm.rows):
         console.print(
-            "In such rows plain NCCL + cuBLAS, whose launches cost less than tpoverlap's own sequential, may be faster "
-            "than every method here: tpoverlap bench measures it"
+            "a gain over NCCL below 1: plain NCCL and cuBLAS are estimated to be faster than every method here"
         )
     memory = answer.memory
     console.print(
@@ -55,9 +73,16 @@ def show(console: Console, answer: Prediction) -> None:
     if error:
         console.print(
             f"the model of {answer.device.name}: median error {error['median_percent']} %, nine in ten rows within "
-            f"{error['nine_in_ten_within_percent']} %, on shapes left out of its calibration"
+            f"{error['nine_in_ten_within_percent']} %, on shapes left out of its calibration; of plain cuBLAS, then "
+            "NCCL: " + ", ".join(f"{what} {value} %" for what, value in plain_errors(error).items())
         )
     console.print("measure instead of predicting: tpoverlap tune")
+
+
+def plain_errors(error: Mapping[str, Any]) -> dict[str, float]:
+    """Median error, in percent, of the baseline by direction: ``{"ag": .., "rs": ..}``."""
+    by_kind = error["median_percent_by_kind"]
+    return {kind.partition(" ")[0]: float(value) for kind, value in by_kind.items() if kind.endswith(", then NCCL")}
 
 
 def _cells(row: Row) -> list[str]:
@@ -69,6 +94,8 @@ def _cells(row: Row) -> list[str]:
         f"{row.time_us:.0f}" + "*" * row.host_bound,
         f"{row.gemm_us:.0f}",
         f"{row.exposed_us:.0f}",
+        f"{row.plain_us:.0f}",
+        f"{row.gain_over_plain:.2f}",
         f"{row.sequential_us:.0f}",
         f"{row.gain_over_sequential:.2f}",
         f"{row.gain_over_padding:.2f}",

@@ -11,6 +11,9 @@ from tpoverlap.errors import ConfigError
 from tpoverlap.tuning import DeviceModel
 from tpoverlap.tuning.device import ESTIMATE, Rate
 
+ANOTHER_LINK: Final = 0.2
+"""Share by which a measured rate has to differ: doctor's includes the launch, and runs differ by a tenth."""
+
 NETWORK_GB_S: Final = 50.0
 """Between NVLink domains where nobody says more: one network adapter of 400 Gbit/s a GPU."""
 
@@ -19,12 +22,24 @@ _NETWORK_LATENCY_US: Final = 10.0
 
 @dataclass(frozen=True)
 class Topology:
-    """``nvlink_domain``: GPUs that reach each other over NVLink. ``basis``: "probed" or "assumed"."""
+    """Which GPUs reach each other over NVLink.
+
+    Attributes:
+        nvlink_domain: how many of them; of a measured one the largest TP that makes sense there.
+        basis: "measured" (by the rate of every pair), "probed" (by what NVML says) or "assumed".
+        pair_gb_s, all_gb_s: what a rank sends to one peer alone, and to all at once; None where not measured.
+    """
 
     name: str
     nvlink_domain: int
     basis: str
     source: str
+    pair_gb_s: float | None = None
+    all_gb_s: float | None = None
+
+    def link_gb_s(self, tp_size: int) -> float | None:
+        """What a rank of such a group sends: to its one peer, or to all of them; None where that was not measured."""
+        return self.pair_gb_s if tp_size == 2 else self.all_gb_s
 
 
 PRESETS: Final = (
@@ -48,10 +63,15 @@ def topology_of(device: DeviceModel, given: str | None) -> Topology:
     for preset in PRESETS:
         if preset.name == given.lower():
             return preset
-    return _probed(Path(given))
+    return probed_topology(Path(given))
 
 
-def _probed(path: Path) -> Topology:
+def probed_topology(path: Path) -> Topology:
+    """What ``doctor --json`` wrote: by the measured rates where there are some, else by what NVML says.
+
+    Raises:
+        ConfigError: the file cannot be read, is none of doctor's, or doctor could not tell.
+    """
     names = ", ".join(preset.name for preset in PRESETS)
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -61,7 +81,11 @@ def _probed(path: Path) -> Topology:
             "write one with tpoverlap doctor --json FILE"
         ) from error
     rows = report.get("rows") if isinstance(report, dict) else None
-    found = [row for row in rows or [] if isinstance(row, dict) and row.get("name") == "NVLink domain"]
+    rows = [row for row in rows or [] if isinstance(row, dict)]
+    measured = next((row for row in rows if row.get("name") == "largest TP" and row.get("status") == "ok"), None)
+    if measured is not None:
+        return _measured(path, measured)
+    found = [row for row in rows if row.get("name") == "NVLink domain"]
     if not found:
         raise ConfigError(f"--topology {path} is not what tpoverlap doctor --json writes: no row 'NVLink domain' in it")
     if found[0].get("status") != "ok":
@@ -74,6 +98,18 @@ def _probed(path: Path) -> Topology:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"--topology {path}: its row 'NVLink domain' is not doctor's: {error!r}") from error
     return Topology(str(path), domain, "probed", f"{found[0]['detail']}, by doctor")
+
+
+def _measured(path: Path, row: dict[str, Any]) -> Topology:
+    try:
+        data = row["data"]
+        rates = [None if data[key] is None else float(data[key]) for key in ("pair_gb_s", "all_gb_s")]
+        tp_size, reason = int(data["tp"]), str(data["reason"])
+        if tp_size < 1 or any(rate is not None and not rate > 0 for rate in rates):
+            raise ValueError(f"TP {tp_size} at {rates} GB/s")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--topology {path}: its row 'largest TP' is not doctor's: {error!r}") from error
+    return Topology(str(path), tp_size, "measured", f"{reason}, by doctor", rates[0], rates[1])
 
 
 def _largest_domain(data: dict[str, Any]) -> int:
@@ -89,10 +125,28 @@ def _largest_domain(data: dict[str, Any]) -> int:
     return max([1, *cliques, *(len(group) for group in groups)])
 
 
+def is_another_link(device: DeviceModel, measured_gb_s: float) -> bool:
+    """Whether ``measured_gb_s`` is not the link of the device's file."""
+    return abs(measured_gb_s / device.copy.gb_s - 1.0) > ANOTHER_LINK
+
+
 def on_topology(device: DeviceModel, topology: Topology, tp_size: int, network_gb_s: float) -> DeviceModel:
-    """``device`` as a TP group sees it: where the group leaves the domain, its slowest link sets the pace."""
+    """``device`` as a TP group sees it: where the group leaves the domain, its slowest link sets the pace.
+
+    A link that was measured and is another one than the device's file knows takes its place.
+    """
     if tp_size <= topology.nvlink_domain:
-        return device
+        measured = topology.link_gb_s(tp_size)
+        if measured is None or not is_another_link(device, measured):
+            return device
+        share = measured / device.copy.gb_s
+
+        def at_share(rate: Rate) -> Rate:
+            return Rate(rate.latency_us, rate.gb_s * share)
+
+        copy = Rate(device.copy.latency_us, measured)
+        gather, scatter = at_share(device.gather), at_share(device.scatter)
+        return replace(device, basis=ESTIMATE, copy=copy, gather=gather, scatter=scatter)
 
     def slower(rate: Rate) -> Rate:
         return Rate(rate.latency_us + _NETWORK_LATENCY_US, min(rate.gb_s, network_gb_s))

@@ -29,6 +29,10 @@ MIN_PIECE_US: Final = 100.0
 MIN_WAIT_US: Final = 20.0
 SLOWER: Final = 1.05
 """Than the plain twin, in the same run; less may be chance."""
+LEAST_CALLS: Final = 3
+"""Of a name, before a rank is blamed: what was seen once or twice may be anything."""
+STEADY: Final = 0.75
+"""Part of the calls in which the same rank has to be the late one."""
 BLAMED_SHARE: Final = MappingProxyType({2: 0.75})
 _BLAMED_SHARE_OF_MANY: Final = 0.6
 
@@ -116,7 +120,11 @@ def _too_small(row: Figures, config: OverlapConfig | None, setting: Setting) -> 
 
 def _late_rank(row: Figures, config: OverlapConfig | None, setting: Setting) -> Advice | None:
     total, late = sum(row.wait_us.values()), row.waited_for_rank
-    if late is None or setting.tp_size < 2:
+    if late is None or setting.tp_size < 2 or row.calls < LEAST_CALLS:
+        return None
+    # Noise delays now this rank, now that one: a late rank is late in nearly every call, by more than calls differ.
+    spread, times = row.wait_spread_us.get(late, 0.0), row.late_calls.get(late, row.calls)
+    if row.wait_us[late] <= spread or times < STEADY * row.calls:
         return None
     share = row.wait_us[late] / total
     needed = BLAMED_SHARE.get(setting.tp_size, _BLAMED_SHARE_OF_MANY)
@@ -126,8 +134,8 @@ def _late_rank(row: Figures, config: OverlapConfig | None, setting: Setting) -> 
         return None
     text = (
         f"rank {late} is late: {100 * share:.0f} % of all waiting is for it, {wait_of_one:.0f} us a call and waiting "
-        f"rank of {row.wall_us:.0f}. No option helps: give that rank fewer rows (a TokenPartition), or look for what "
-        "else it does or what slows its GPU"
+        f"rank of {row.wall_us:.0f}, in {times} of {row.calls} calls. No option helps: give that rank fewer rows (a "
+        "TokenPartition), or look for what else it does or what slows its GPU"
     )
     figures = {"late_rank": float(late), "share_percent": 100 * share, "wait_us": wait_of_one, "wall_us": row.wall_us}
     return Advice(row.name, "late-rank", text, figures)

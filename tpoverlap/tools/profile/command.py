@@ -37,6 +37,8 @@ def profile() -> None:
 @click.option(
     "--try", "try_advice", is_flag=True, help="Measure the advised options too, in turns, and say what it gave."
 )
+@click.option("--minutes", type=click.FloatRange(min=0.0, min_open=True), default=10.0, show_default=True,
+              help="For all T together; fewer rounds where they do not fit.")  # fmt: skip
 @click.option("-o", "--out", "out_dir", metavar="DIR", required=True, help="For traces, pictures and reports.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=10.0), default=600.0, show_default=True)
 def run(
@@ -49,6 +51,7 @@ def run(
     ub_cfg: str | None,
     rounds: int,
     try_advice: bool,
+    minutes: float,
     out_dir: str,
     timeout_s: float,
 ) -> None:
@@ -84,6 +87,7 @@ def run(
             try_advice=try_advice,
             out_dir=out_dir,
             timeout_s=timeout_s,
+            limit_s=60.0 * minutes,
         )
         _require_directory(Path(out_dir))
         reports = _run(job, launched)
@@ -93,7 +97,14 @@ def run(
         raise click.ClickException(str(error)) from error
     console = Console()
     for one in reports:
-        _show(console, one, Path(out_dir))
+        _show(console, one, Path(out_dir), try_advice)
+    missing = job.tokens[len(reports) :] if launched is None or launched[0] == 0 else ()
+    if missing:
+        console.print(
+            f"not profiled within --minutes {minutes:g}: T {', '.join(map(str, missing))}",
+            markup=False,
+            highlight=False,
+        )
 
 
 @profile.command()
@@ -227,13 +238,15 @@ def _under_torchrun(job: RunJob, launched: tuple[int, int]) -> list[TokensReport
         dist.destroy_process_group()
 
 
-def _show(console: Console, one: TokensReport, out_dir: Path) -> None:
+def _show(console: Console, one: TokensReport, out_dir: Path, try_advice: bool) -> None:
     from tpoverlap.tools.profile.report import show
 
     show(console, one.report)
     if one.trial is not None:
         for line in _trial_lines(one.trial):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
+    elif try_advice:
+        console.print("nothing tried: no advice changes an option", markup=False, highlight=False, soft_wrap=True)
     console.print(f"wrote {out_dir / f'T{one.num_tokens}'}\n", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -5,6 +5,7 @@ All comparisons are interleaved: whatever else the machine does meets every vari
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,13 @@ from tpoverlap.tools.profile.session import on_common_clock, profile, setting_of
 _WARM_UP_STEPS: Final = 3
 _MOST_DIFFERENT: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Relative Frobenius error against the plain twin; a wrong row would show as about 1."""
+_LEAST_ROUNDS: Final = 3
+_RECORDING: Final = 0.6
+_RECORDING_BEFORE_A_TRIAL: Final = 0.25
+"""Part of a T's time in which is recorded; adding up and drawing what was recorded takes its time too."""
+_TRIAL_STEPS: Final = 0.35
+_TRIAL_RECORDING: Final = 0.6
+"""Parts of what a trial finds left, after which its steps end and its recording does."""
 _MOSTLY: Final = 0.75
 """Part of the rounds that a change has to win before it is said to help."""
 
@@ -46,6 +54,8 @@ class RunJob:
         rounds: steps that are measured.
         try_advice: measure the advised options too.
         out_dir: each T gets a directory below it.
+        limit_s: for everything after the start of the ranks. Each T has its share: it measures fewer rounds where they
+            do not fit, but at least three; a T whose turn comes later than this is left out.
     """
 
     sizes: LayerSizes
@@ -57,6 +67,7 @@ class RunJob:
     try_advice: bool
     out_dir: str
     timeout_s: float
+    limit_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -116,12 +127,21 @@ def profile_rank(rank: int, world_size: int, job: RunJob) -> list[TokensReport]:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
 
-    def make(ub_cfgs: dict[str, Any]) -> GemmSet:
-        return GemmSet(group, job.sizes, max(job.tokens), job.dtype, device, ub_cfgs, job.timeout_s)
+    end_s = time.monotonic() + job.limit_s
+    base = GemmSet(group, job.sizes, max(job.tokens), job.dtype, device, job.ub_cfgs, job.timeout_s)
 
-    base, plain = make(job.ub_cfgs), make(without_overlap(resolve(job.ub_cfgs, world_size)))
+    def make(ub_cfgs: dict[str, Any]) -> GemmSet:
+        return GemmSet(group, job.sizes, max(job.tokens), job.dtype, device, ub_cfgs, job.timeout_s, like=base)
+
+    plain = make(without_overlap(resolve(job.ub_cfgs, world_size)))
+    reports = []
     try:
-        reports = [_one_t(job, num_tokens, base, plain, make) for num_tokens in job.tokens]
+        for index, num_tokens in enumerate(job.tokens):
+            left_s = end_s - time.monotonic()
+            if any(agree(group, left_s <= 0.0)):
+                break
+            share_s = left_s / (len(job.tokens) - index)
+            reports.append(_one_t(job, num_tokens, base, plain, make, share_s))
     finally:
         base.close()
         plain.close()
@@ -129,13 +149,20 @@ def profile_rank(rank: int, world_size: int, job: RunJob) -> list[TokensReport]:
 
 
 def _one_t(
-    job: RunJob, num_tokens: int, base: GemmSet, plain: GemmSet, make: Callable[[dict[str, Any]], GemmSet]
+    job: RunJob,
+    num_tokens: int,
+    base: GemmSet,
+    plain: GemmSet,
+    make: Callable[[dict[str, Any]], GemmSet],
+    share_s: float,
 ) -> TokensReport:
     mgr, group = base.manager, base.manager.group
+    begin_s = time.monotonic()
     x = base.input(num_tokens)
     outputs = [_warm_up(one, x, num_tokens) for one in (plain, base)]
     _require_close(*outputs)
-    recorded = _record((base, plain), x, num_tokens, job.rounds)
+    part = _RECORDING_BEFORE_A_TRIAL if job.try_advice else _RECORDING
+    recorded = _record((base, plain), x, num_tokens, job.rounds, begin_s + part * share_s)
     directory = Path(job.out_dir) / f"T{num_tokens}"
     with profile(directory, manager=mgr):  # one step for the trace: torch's own recording slows launches
         base.step(x, num_tokens)
@@ -151,7 +178,7 @@ def _one_t(
         try:
             _require_close(outputs[0], _warm_up(tried, x, num_tokens))
             lines = tuple(line for one in advice for line in one.lines)
-            trial = _trial(job, (base, tried), x, num_tokens, lines)
+            trial = _trial(job, (base, tried), x, num_tokens, lines, begin_s + share_s)
         finally:
             tried.close()
     report = _report(job, num_tokens, mgr, figures, advice)
@@ -175,7 +202,8 @@ def _report(
         "device": device,
         "backend": mgr.backend_name,
         "torch": torch.__version__,
-        "rounds": job.rounds,
+        "rounds": max((row.calls for row in figures), default=0),
+        "rounds_asked": job.rounds,
     }
     notes = [
         "alone: method sequential, one after the other, measured in turns with the overlapped step",
@@ -221,11 +249,24 @@ def _traced(mgr: UserBufferManager, into: list[Span]) -> Iterator[None]:
     into += [replace(span, call=span.call + first) for span in spans]
 
 
-def _record(sets: Sequence[GemmSet], x: torch.Tensor, num_tokens: int, rounds: int) -> list[list[Span]]:
+def _turns(group: dist.ProcessGroup, rounds: int, end_s: float) -> Iterator[int]:
+    """0, 1, .. below ``rounds``, until one of the ranks is past ``end_s``; at least the first `_LEAST_ROUNDS`.
+
+    The ranks ask each other before every turn, so that all of them make the same number. Collective.
+    """
+    for turn in range(rounds):
+        if turn >= _LEAST_ROUNDS and end_s != math.inf and any(agree(group, time.monotonic() >= end_s)):
+            return
+        yield turn
+
+
+def _record(
+    sets: Sequence[GemmSet], x: torch.Tensor, num_tokens: int, rounds: int, end_s: float = math.inf
+) -> list[list[Span]]:
     """Spans of all ranks for each set, measured in turns; the same list on every rank."""
     group = sets[0].manager.group
     own: list[list[Span]] = [[] for _ in sets]
-    for turn in range(rounds):
+    for turn in _turns(group, rounds, end_s):
         for offset in range(len(sets)):
             index = (turn + offset) % len(sets)  # nobody always comes first
             _together(sets[index].manager)
@@ -235,22 +276,30 @@ def _record(sets: Sequence[GemmSet], x: torch.Tensor, num_tokens: int, rounds: i
 
 
 def _trial(
-    job: RunJob, sets: tuple[GemmSet, GemmSet], x: torch.Tensor, num_tokens: int, lines: tuple[str, ...]
+    job: RunJob,
+    sets: tuple[GemmSet, GemmSet],
+    x: torch.Tensor,
+    num_tokens: int,
+    lines: tuple[str, ...],
+    end_s: float,
 ) -> Trial:
+    group = sets[0].manager.group
+    now_s = time.monotonic()
+    left_s = max(0.0, end_s - now_s)
     times_us: list[list[float]] = [[], []]
-    for turn in range(job.rounds):
+    for turn in _turns(group, job.rounds, now_s + _TRIAL_STEPS * left_s):
         for offset in range(2):
             index = (turn + offset) % 2
             times_us[index].append(_step_us(sets[index], x, num_tokens))
-    group = sets[0].manager.group
     slowest = [[max(ranks) for ranks in zip(*agree(group, one), strict=True)] for one in times_us]
     wins = sum(after < before for before, after in zip(*slowest, strict=True))
     before, after = (
-        {row.name: row.wall_us for row in figures_of(spans)} for spans in _record(sets, x, num_tokens, job.rounds)
+        {row.name: row.wall_us for row in figures_of(spans)}
+        for spans in _record(sets, x, num_tokens, job.rounds, now_s + _TRIAL_RECORDING * left_s)
     )
     names = {name: (before[name], after[name]) for name in before if name in after}
     medians = [statistics.median(one) for one in slowest]
-    return Trial(lines, medians[0], medians[1], wins, job.rounds, names)
+    return Trial(lines, medians[0], medians[1], wins, len(times_us[0]), names)
 
 
 def _step_us(one: GemmSet, x: torch.Tensor, num_tokens: int) -> float:

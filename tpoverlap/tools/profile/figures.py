@@ -33,6 +33,8 @@ class Figures:
             long this rank's transfers or collective were busy, ``overlapped_us`` the part during which it computed.
         tail_us: from the end of the last computing to the end of the operation.
         wait_us: how long this name's ranks waited for each rank, summed over those that waited, median of all calls.
+        wait_spread_us: of the same, how far apart the calls are (the middle half of them). ``late_calls``: in how many
+            calls the rank was the one waited for longest. Both tell a late rank from noise; empty where not known.
         compute_alone_us, comm_alone_us, sequential_us: from a run without overlap, where there was one: its computing,
             its collective, and its wall time, which adds launches and the wait for the other ranks.
     """
@@ -51,6 +53,8 @@ class Figures:
     idle_us: float
     tail_us: float
     wait_us: Mapping[int, float] = field(default_factory=dict)
+    wait_spread_us: Mapping[int, float] = field(default_factory=dict)
+    late_calls: Mapping[int, int] = field(default_factory=dict)
     compute_alone_us: float | None = None
     comm_alone_us: float | None = None
     sequential_us: float | None = None
@@ -84,6 +88,8 @@ class Figures:
             "exposed_percent": round(self.exposed_percent, 1),
             "waited_for_rank": self.waited_for_rank,
             "wait_us": {str(rank): round(wait, 1) for rank, wait in sorted(self.wait_us.items())},
+            "wait_spread_us": {str(rank): round(one, 1) for rank, one in sorted(self.wait_spread_us.items())},
+            "late_calls": {str(rank): one for rank, one in sorted(self.late_calls.items())},
         }
 
 
@@ -161,16 +167,28 @@ def _summary(by_rank: Mapping[int, Sequence[Figures]]) -> Figures:
     median = statistics.median_low(row.wall_us for row in slowest)
     chosen = next(row for row in slowest if row.wall_us == median)
     peers = {peer for rows in by_rank.values() for row in rows for peer in row.wait_us}
-    waits = {
-        peer: statistics.median(
-            sum(rows[index].wait_us.get(peer, 0.0) for rows in by_rank.values()) for index in range(calls)
-        )
+    by_call = {
+        peer: [sum(rows[index].wait_us.get(peer, 0.0) for rows in by_rank.values()) for index in range(calls)]
         for peer in peers
+    }
+    waits = {peer: statistics.median(values) for peer, values in by_call.items()}
+    spread = {peer: _middle_half(values) for peer, values in by_call.items()}
+    longest = [max(one[index] for one in by_call.values()) for index in range(calls)] if by_call else []
+    late = {
+        peer: sum(0 < value == most for value, most in zip(one, longest, strict=True)) for peer, one in by_call.items()
     }
     every = [row for rows in by_rank.values() for row in rows]
     tokens = (min(row.tokens[0] for row in every), max(row.tokens[1] for row in every))
     methods = sorted({row.method for row in every})
-    return replace(chosen, calls=calls, tokens=tokens, wait_us=waits, method="+".join(methods))
+    return replace(chosen, calls=calls, tokens=tokens, wait_us=waits, wait_spread_us=spread, late_calls=late,
+                   method="+".join(methods))  # fmt: skip
+
+
+def _middle_half(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
 
 
 def with_alone(figures: Sequence[Figures], alone: Sequence[Figures]) -> list[Figures]:

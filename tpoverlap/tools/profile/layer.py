@@ -34,7 +34,11 @@ class LayerSizes:
 
 
 class GemmSet:
-    """The layer on one rank, with a manager of its own. Weights depend on the rank only: two sets compute the same."""
+    """The layer on one rank, with a manager of its own.
+
+    ``like``: take that one's weights, which exist once however many sets are compared. A step sets their gradients
+    anew. None: random ones, which depend on the rank only.
+    """
 
     def __init__(
         self,
@@ -45,11 +49,13 @@ class GemmSet:
         device: torch.device,
         ub_cfgs: dict[str, Any],
         timeout_s: float | None = None,
+        like: GemmSet | None = None,
     ) -> None:
         self.manager = tpo.UserBufferManager(
             group, (capacity_tokens, sizes.hidden), dtype, device, ub_cfgs=ub_cfgs, timeout_s=timeout_s
         )
         self.sizes = sizes
+        self._like = like
         hidden, ffn = sizes.hidden, sizes.ffn
         self.qkv = self._linear(hidden, 3 * hidden, "qkv", "column")
         self.proj = self._linear(hidden, hidden, "proj", "row")
@@ -58,6 +64,9 @@ class GemmSet:
 
     def _linear(self, width: int, out: int, name: str, mode: str) -> tpo.nn.Linear:
         linear = tpo.nn.Linear(width, out, False, parallel_mode=mode, manager=self.manager, ub_name=name)
+        if self._like is not None:
+            linear.weight = getattr(self._like, name).weight
+            return linear
         generator = torch.Generator(linear.weight.device).manual_seed(1 + 16 * self.manager.rank + len(name))
         with torch.no_grad():
             linear.weight.normal_(0.0, width**-0.5, generator=generator)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-_TABLE_WIDTH: Final = 132
+_TABLE_WIDTH: Final = 144
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def show(console: Console, report: Report) -> None:
 def _steps_table(report: Report) -> Table:
     # Narrow enough for 80 columns: a number that is cut off says nothing.
     table = _table("Steps")
-    table.caption = f"C = {report.job.capacity_tokens}; ms: the slowest rank; off by: loss against the reference"
+    job = report.job
+    times = "" if job.microbatches == 1 else f" a microbatch, of which T/C is the mean of {job.microbatches}"
+    table.caption = f"C = {job.capacity_tokens}{times}; ms: the slowest rank; off by: loss against the reference"
     for heading in ("step", "T", "T/C", "docs", "rows a rank", "loss", "off by", "ms", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     references = report.reference_losses or (None,) * len(report.outcome.steps)
@@ -55,7 +57,7 @@ def _steps_table(report: Report) -> Table:
         table.add_row(
             str(record.step),
             str(record.active_tokens),
-            f"{record.active_tokens / report.job.capacity_tokens:.2f}",
+            f"{record.active_tokens / (job.capacity_tokens * job.microbatches):.2f}",
             str(record.num_sequences),
             _rows(record.rows_per_rank),
             f"{record.loss:.4f}",
@@ -94,7 +96,10 @@ def _summary_table(report: Report) -> Table:
         + (f"; {facts['binary_files_left_out']} binary files left out" if facts["binary_files_left_out"] else ""),
     )
     table.add_row(
-        "T", f"{min(tokens)} to {max(tokens)} of C = {job.capacity_tokens}, mean {sum(tokens) / len(tokens):.0f}"
+        "T",
+        f"{min(tokens)} to {max(tokens)} of "
+        + (f"{job.microbatches} times " if job.microbatches > 1 else "")
+        + f"C = {job.capacity_tokens}, mean {sum(tokens) / len(tokens):.0f}",
     )
     table.add_row("loss", f"{outcome.steps[0].loss:.4f} at step 1, {outcome.steps[-1].loss:.4f} at step {len(tokens)}")
     table.add_row("throughput", f"{report.tokens_per_s:.0f} tokens/s over all steps but the first")

@@ -65,6 +65,15 @@ class Result:
         )
 
 
+def verdict_of(bucket: Bucket, result: Result | None) -> str:
+    """What the choice rests on, in two or three words for a table."""
+    if result is None:
+        return "not measured: default"
+    if result.won == bucket.default:
+        return "default kept"
+    return "confirmed" if result.chosen == result.won else "not confirmed: default"
+
+
 def row_of(bucket: Bucket, result: Result | None) -> Row:
     """The bucket's row of a table; the default without figures where nothing was measured."""
     if result is None:
@@ -81,7 +90,7 @@ def comment_of(bucket: Bucket, result: Result | None) -> str:
     """One line with everything that was measured of a bucket, in microseconds."""
     span = f"T {bucket.low + 1}..{bucket.high}"
     if result is None:
-        return f"{span}: not measured, the time budget was used up"
+        return f"{span}: not measured, the time budget was used up; the default {bucket.candidates[bucket.default]}"
     points = "/".join(map(str, bucket.tokens))
     figures = ", ".join(
         f"{one} {'/'.join(f'{value:.1f}' for value in row)}"
@@ -89,7 +98,11 @@ def comment_of(bucket: Bucket, result: Result | None) -> str:
     )
     text = f"{span}, us at T = {points}: {figures}"
     if result.confirmation is None:
-        return text
+        return f"{text}; none beats the default {bucket.candidates[bucket.default]} at every T"
     default, won = ("/".join(f"{value:.1f}" for value in row) for row in result.confirmation)
-    verdict = "confirmed" if result.chosen == result.won else "not confirmed, so the default"
+    verdict = (
+        "confirmed"
+        if result.chosen == result.won
+        else f"not confirmed, so the default {bucket.candidates[bucket.default]}"
+    )
     return f"{text}; {bucket.candidates[result.won]} {won} against the default's {default} again: {verdict}"

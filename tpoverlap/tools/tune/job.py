@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
@@ -9,7 +10,7 @@ from typing import Any, Final, Literal
 
 from tpoverlap.config import KNOWN_NAMES, default_method, legal_methods
 from tpoverlap.tools.predict.tokens import TokenSpec
-from tpoverlap.tuning import Candidate, Kind, Problem, candidates, entry_key, samples
+from tpoverlap.tuning import Candidate, DeviceModel, Kind, Problem, candidates, entry_key, estimated_table, samples
 from tpoverlap.tuning.layer import LayerShape
 
 DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -17,7 +18,10 @@ DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class Ask:
-    """One interleaved run on all ranks: every candidate at every T of ``tokens``, ``rounds`` times in turn."""
+    """One interleaved run on all ranks: every candidate at every T of ``tokens``, ``rounds`` times in turn.
+
+    ``limit_s``: seconds after which the ranks give up together and return nothing.
+    """
 
     kind: Kind
     width: int
@@ -28,6 +32,7 @@ class Ask:
     device_type: Literal["cpu", "cuda"]
     rounds: int
     timeout_s: float
+    limit_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ class Bucket:
         """What its result is filed under in the state file."""
         return f"{entry_key(self.problem)}, T {self.low + 1}..{self.high} at {','.join(map(str, self.tokens))}"
 
-    def ask(self, job: TuneJob, which: Sequence[int]) -> Ask:
-        """The run of the candidates with the indices ``which``."""
+    def ask(self, job: TuneJob, which: Sequence[int], limit_s: float = math.inf) -> Ask:
+        """The run of the candidates with the indices ``which``, within ``limit_s`` seconds."""
         problem = self.problem
         return Ask(
             problem.kind,
@@ -63,6 +68,7 @@ class Bucket:
             job.device_type,
             job.rounds,
             job.timeout_s,
+            limit_s,
         )
 
 
@@ -88,8 +94,12 @@ class TuneJob:
             "dtype": layer.dtype,
         }
 
-    def buckets(self, multiprocessors: int) -> list[Bucket]:
-        """Every bucket once, however many GEMMs share its shape; the largest T first: a budget ends in small T."""
+    def buckets(self, multiprocessors: int, model: DeviceModel | None = None) -> list[Bucket]:
+        """Every bucket once, however many GEMMs share its shape; the largest T first: a budget ends in small T.
+
+        ``model``: the cost model that a manager on this device asks where nothing was tuned; None: it asks none, and
+        a name keeps its default method at every T.
+        """
         found: dict[tuple[str, int], Bucket] = {}
         for name, problem in self.layer.problems().items():
             legal = legal_methods(name, KNOWN_NAMES[name].is_reduce_scatter)
@@ -102,7 +112,11 @@ class TuneJob:
                     found[key] = replace(found[key], names=(*found[key].names, name))
                 elif points:
                     choice = candidates(problem, legal)
-                    default = next(i for i, one in enumerate(choice) if one == Candidate(default_method(name)))
+                    untuned = Candidate(default_method(name))
+                    if model is not None:
+                        table = estimated_table(model, problem, self.tokens.largest, legal, {})
+                        untuned = table.at(high).candidate
+                    default = next(i for i, one in enumerate(choice) if one == untuned)
                     found[key] = Bucket((name,), problem, low, high, points, choice, default)
         return sorted(found.values(), key=lambda bucket: -bucket.high)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
@@ -35,12 +36,33 @@ def describe(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
         return machine_of(device, manager.backend_name)
 
 
-def measure(rank: int, world_size: int, ask: Ask) -> list[list[float]]:
+class _OutOfTimeError(Exception):
+    """Raised on every rank at the same place."""
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """Where the ranks meet before each measurement, and agree whether there is time for it."""
+
+    end_s: float
+
+    def pass_through(self) -> None:
+        """A barrier; raises on all ranks when one of them is past the end."""
+        late = torch.tensor(int(time.monotonic() >= self.end_s))
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        if late:
+            raise _OutOfTimeError
+
+
+def measure(rank: int, world_size: int, ask: Ask) -> list[list[float]] | None:
     """Microseconds of one operation on this rank, the median over rounds: a list a candidate, a value a T.
+
+    None, on every rank, when ``ask.limit_s`` is over before everything was measured.
 
     Raises:
         AssertionError: a candidate's result is not sequential's; wrong numbers are not timed.
     """
+    gate = _Gate(time.monotonic() + ask.limit_s)
     device, dtype = _device(rank, ask.device_type), getattr(torch, DTYPES[ask.dtype])
     is_scatter = ask.kind in ("scatter", "beside-scatter")
     configs = {
@@ -58,11 +80,17 @@ def measure(rank: int, world_size: int, ask: Ask) -> list[list[float]]:
     )
     times: list[list[float]] = [[] for _ in ask.candidates]
     with manager, torch.no_grad():
-        for tokens in ask.tokens:
-            runs = [_run(manager, f"candidate{index}", ask, tokens, dtype) for index in range(len(ask.candidates))]
-            _compare(runs, ask.candidates)
-            for index, found in enumerate(_time(runs, ask.rounds, device)):
-                times[index].append(found)
+        operands = _Operands.of(manager, ask, dtype)
+        try:
+            for tokens in ask.tokens:
+                names = [f"candidate{index}" for index in range(len(ask.candidates))]
+                runs = [_run(manager, name, ask, tokens, operands) for name in names]
+                _compare(runs, ask.candidates, gate)
+                for index, found in enumerate(_time(runs, ask.rounds, device, gate)):
+                    times[index].append(found)
+        except _OutOfTimeError:
+            manager.check()
+            return None
         manager.check()
     return times
 
@@ -75,27 +103,53 @@ def _device(rank: int, device_type: str) -> torch.device:
     return device
 
 
-def _run(manager: tpo.UserBufferManager, name: str, ask: Ask, tokens: int, dtype: torch.dtype) -> Run:
-    """One operation on random operands, the same for every candidate."""
-    generator = torch.Generator(manager.device).manual_seed(1 + manager.rank)
+@dataclass(frozen=True)
+class _Operands:
+    """Random operands for the largest T, made once: every candidate and every T multiplies (rows of) the same.
 
-    def random(rows: int, columns: int) -> torch.Tensor:
-        drawn = torch.randn(rows, columns, device=manager.device, dtype=torch.float32, generator=generator)
-        return drawn.div_(math.sqrt(columns)).to(dtype)
+    ``sharded`` [T_r, width], ``whole`` [T, width], ``inner`` [T, features], ``weight`` [features, width] or, for a
+    scatter, [width, features]; what a kind does not use is empty.
+    """
 
+    sharded: torch.Tensor
+    whole: torch.Tensor
+    inner: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def of(cls, manager: tpo.UserBufferManager, ask: Ask, dtype: torch.dtype) -> _Operands:
+        """Drawn in ``dtype`` at once, since a float32 copy of a large weight would be twice as large as the weight."""
+        generator = torch.Generator(manager.device).manual_seed(1 + manager.rank)
+        tokens, kind = max(ask.tokens), ask.kind
+        own = tpo.TokenPartition.balanced(tokens, manager.tp_size).counts[manager.rank]
+
+        def random(wanted: bool, rows: int, columns: int) -> torch.Tensor:
+            shape = (rows, columns) if wanted else (0, 0)
+            drawn = torch.randn(shape, device=manager.device, dtype=dtype, generator=generator)
+            return drawn.div_(math.sqrt(columns))
+
+        weight_shape = (ask.width, ask.features) if kind == "scatter" else (ask.features, ask.width)
+        return cls(
+            sharded=random(kind in ("gather", "beside-gather"), own, ask.width),
+            whole=random(kind == "beside-scatter", tokens, ask.width),
+            inner=random(kind != "gather", tokens, ask.features),
+            weight=random(kind != "beside-scatter", *weight_shape),
+        )
+
+
+def _run(manager: tpo.UserBufferManager, name: str, ask: Ask, tokens: int, operands: _Operands) -> Run:
+    """One operation on the first rows of the operands."""
     partition = tpo.TokenPartition.balanced(tokens, manager.tp_size)
-    own, comm = partition.counts[manager.rank], manager.get(name)
+    comm, weight, inner = manager.get(name), operands.weight, operands.inner[:tokens]
+    x_shard_t = operands.sharded[: partition.counts[manager.rank]]
     if ask.kind == "gather":
-        x_shard_t, weight = random(own, ask.width), random(ask.features, ask.width)
         return lambda: _tensor(tpo.all_gather_gemm(x_shard_t, weight, comm, partition=partition))
     if ask.kind == "scatter":
-        x, weight = random(tokens, ask.features), random(ask.width, ask.features)
-        return lambda: tpo.gemm_reduce_scatter(x, weight, comm, partition=partition)
+        return lambda: tpo.gemm_reduce_scatter(inner, weight, comm, partition=partition)
     if ask.kind == "beside-gather":  # dgrad: dy [T, N] times W [N, H], the input of wgrad beside it
-        x_shard_t, dy, weight = random(own, ask.width), random(tokens, ask.features), random(ask.features, ask.width)
-        return lambda: tpo.bulk_all_gather(x_shard_t, comm, (dy, weight.t()), partition=partition)[0]
-    y, dy, x = random(tokens, ask.width), random(tokens, ask.features), random(tokens, ask.width)
-    return lambda: tpo.bulk_reduce_scatter(y, comm, (dy.t(), x.t()), partition=partition)[0]
+        return lambda: tpo.bulk_all_gather(x_shard_t, comm, (inner, weight.t()), partition=partition)[0]
+    x = operands.whole[:tokens]  # wgrad: dy [T, N] and x [T, H]; dx, which is scattered, has the same shape as x
+    return lambda: tpo.bulk_reduce_scatter(x, comm, (inner.t(), x.t()), partition=partition)[0]
 
 
 def _tensor(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -103,9 +157,11 @@ def _tensor(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return result
 
 
-def _compare(runs: list[Run], candidates: tuple[Candidate, ...]) -> None:
+def _compare(runs: list[Run], candidates: tuple[Candidate, ...], gate: _Gate) -> None:
+    gate.pass_through()
     reference = runs[0]().float()
     for run, candidate in zip(runs[1:], candidates[1:], strict=True):
+        gate.pass_through()  # the first call of a method compiles its kernels
         result = run().float()
         if result.numel() and not relative_error(result, reference) < _LARGEST_DIFFERENCE:
             raise AssertionError(
@@ -114,15 +170,16 @@ def _compare(runs: list[Run], candidates: tuple[Candidate, ...]) -> None:
             )
 
 
-def _time(runs: list[Run], rounds: int, device: torch.device) -> list[float]:
+def _time(runs: list[Run], rounds: int, device: torch.device, gate: _Gate) -> list[float]:
     for run in runs:
+        gate.pass_through()
         for _ in range(_WARM_UP):
             run()
     times: list[list[float]] = [[] for _ in runs]
     for number in range(rounds):
         # Another order each round: what runs after a slow one would otherwise always start late.
         for index in range(len(runs)) if number % 2 else reversed(range(len(runs))):
-            dist.barrier()
+            gate.pass_through()
             times[index].append(_once(runs[index], device))
     return [median(values) for values in times]
 

@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tpoverlap.tools.tune.decide import row_of
-from tpoverlap.tools.tune.output import by_name
+from tpoverlap.tools.tune.decide import row_of, verdict_of
+from tpoverlap.tools.tune.output import by_name, unmeasured_names
 from tpoverlap.tools.tune.session import Listener, Outcome
+
+_WIDTH = 112  # a pipe is 80 columns wide and would hide the verdicts
 
 
 @contextmanager
@@ -40,8 +42,9 @@ def show(console: Console, outcome: Outcome) -> None:
         title_justify="left",
         pad_edge=False,
     )
-    for heading in ("GEMM", "T", "choice", "us", "seq.", "overlap", "default"):
-        table.add_column(heading, justify="left" if heading in ("GEMM", "choice") else "right", no_wrap=True)
+    for heading in ("GEMM", "T", "choice", "us", "seq.", "overlap", "default", "verdict"):
+        justify = "left" if heading in ("GEMM", "choice", "verdict") else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for name, buckets in by_name(outcome).items():
         table.add_section()
         for number, bucket in enumerate(buckets):
@@ -50,6 +53,10 @@ def show(console: Console, outcome: Outcome) -> None:
             default = None if result is None else result.times[bucket.default][-1]
             figures = [row.time_us, row.sequential_us, row.overlap_us, default]
             cells = ["-" if value is None else f"{value:.1f}" for value in figures]
+            verdict = verdict_of(bucket, result)
             span = f"{bucket.low + 1}..{bucket.high}"
-            table.add_row(name if number == 0 else "", span, str(row.candidate), *cells)
+            table.add_row(name if number == 0 else "", span, str(row.candidate), *cells, verdict)
+    console.width = max(console.width, _WIDTH)
     console.print(table)
+    if missing := unmeasured_names(outcome):
+        console.print(f"nothing was measured of {', '.join(missing)}: these names keep their defaults")
