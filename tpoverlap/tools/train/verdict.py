@@ -8,13 +8,11 @@ from statistics import fmean
 
 from torch import Tensor
 
-from tpoverlap.tools.train.job import DType
-
 # float32: reordered sums alone give 1e-6 to 4e-6 after 20 steps of AdamW at the defaults; a missing gradient 1e-1.
 # bfloat16: the roundings of R partial sums differ from those of one; measured at the defaults 9e-4.
-LOSS_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1e-2}
+LOSS_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1e-2, "fp8": 1e-2}
 # Of the largest entry of a gradient. Measured: float32 7e-7, bfloat16 5e-2 (sums of up to C rounded terms).
-GRADIENT_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1.5e-1}
+GRADIENT_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 1.5e-1, "fp8": 1.5e-1}
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,15 @@ def judge(
     reference_losses: Sequence[float],
     gradients: Mapping[str, Tensor],
     reference_gradients: Mapping[str, Tensor],
-    dtype_name: DType,
+    numbers: str,
 ) -> Verdict:
-    """Compare every step's loss, every gradient of the first step, and the direction of the loss."""
+    """Compare every step's loss, every gradient of the first step, and the direction of the loss.
+
+    ``numbers``: `TrainJob.numbers`.
+    """
     problems: list[str] = []
     loss_differences = [abs(a - b) for a, b in zip(losses, reference_losses, strict=True)]
-    tolerance = LOSS_TOLERANCE[dtype_name]
+    tolerance = LOSS_TOLERANCE[numbers]
     worst = max(range(len(losses)), key=lambda i: (loss_differences[i] != loss_differences[i], loss_differences[i]))
     if not loss_differences[worst] <= tolerance:  # written so that NaN fails
         problems.append(
@@ -51,10 +52,10 @@ def judge(
         )
     differences = {name: _relative_difference(gradients.get(name), ref) for name, ref in reference_gradients.items()}
     for name, difference in differences.items():
-        if not difference <= GRADIENT_TOLERANCE[dtype_name]:
+        if not difference <= GRADIENT_TOLERANCE[numbers]:
             problems.append(
                 f"the first gradient of {name} differs by {difference:.2e} of its largest entry, "
-                f"allowed is {GRADIENT_TOLERANCE[dtype_name]:.0e}"
+                f"allowed is {GRADIENT_TOLERANCE[numbers]:.0e}"
             )
     fell = loss_falls(losses)
     if fell is False:
