@@ -111,7 +111,7 @@ def _layers(given: tuple[int | str, ...]) -> tuple[int, LayerStyle]:
     type=click.Choice(["current", "delayed", "rowwise"]),
     is_flag=False,
     flag_value="current",
-    help="Run the layers' GEMMs and gathers in FP8, scaled by this recipe (needs --layers te-style).  [no value: current]",
+    help="The layers' GEMMs and gathers in FP8 by this recipe; with --layers te-style.  [no value: current]",
 )
 @click.option("--heads", type=_POSITIVE, default=8, show_default=True)
 @click.option("--ffn", type=_POSITIVE, default=768, show_default=True)

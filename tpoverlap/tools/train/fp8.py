@@ -82,7 +82,9 @@ class _Linear:
         """Each rank's weight in FP8, as [N, K] and as dgrad reads it, [K, N]."""
         made = []
         for rank, quantize in enumerate(self.weight):
-            own = torch.cat([shard(n, w.detach(), rank, self.tp_size) for n, w in zip(self.names, weights, strict=True)])
+            own = torch.cat(
+                [shard(n, w.detach(), rank, self.tp_size) for n, w in zip(self.names, weights, strict=True)]
+            )
             quantised = quantize(own)
             # Row-wise scales belong to output features: along the other axis they are computed anew.
             rowwise = isinstance(self.recipe, Float8RowwiseScaling)

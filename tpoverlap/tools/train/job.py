@@ -66,8 +66,8 @@ class TrainJob:
 
     @property
     def numbers(self) -> str:
-        """What decides how far two runs may differ: "fp8", or the dtype."""
-        return self.dtype_name if self.fp8 is None else "fp8"
+        """What decides how far two runs may differ: the dtype, after "fp8" where layers run in it."""
+        return self.dtype_name if self.fp8 is None else f"fp8 {self.dtype_name}"
 
     @property
     def shares_gpus(self) -> bool:
