@@ -105,7 +105,7 @@ def test_fp8_layers_train_like_the_reference(recipe: str, more: tuple[str, ...],
 
 def test_the_check_notices_other_scales() -> None:
     """The reference of another R, of another recipe and of none against that of current scaling on two ranks."""
-    steps = plan_steps(DOCUMENTS, capacity_tokens=128, num_steps=2, tp_size=2)
+    steps = plan_steps(DOCUMENTS, capacity_tokens=128, num_steps=1, tp_size=2)
     model = ModelConfig(hidden=64, layers=1, heads=4, ffn=64)
     weights = full_weights(model, 1)
 
