@@ -36,6 +36,33 @@ def recipes_differ(rank: int, size: int, what: str) -> str:
         return _error(lambda: tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=tpo.Fp8State(recipes[what])))
 
 
+def histories_differ(rank: int, size: int, how: str) -> list[str]:
+    """Two steps, a write to delayed scaling's history as ``how`` says, and a step: what each step ends with, and why."""
+    outcomes = []
+    with _manager(quantization_modes=["none", "fp8"]) as manager:
+        state, other = tpo.Fp8State(tpo.DelayedScaling()), tpo.Fp8State(tpo.DelayedScaling())
+        x, weight = torch.randn(4, HIDDEN), torch.randn(FEATURES, HIDDEN)
+        other.input.record(torch.tensor([[100.0]]))
+
+        def step() -> None:
+            tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=state)
+            manager.check()
+
+        for turn in range(4):
+            if turn == 2 and (rank == 1 or how == "all load"):
+                if how == "in place":
+                    state.input.amax_history.copy_(other.input.amax_history)
+                else:
+                    state.load_state_dict(other.state_dict(), assign=how == "assign")
+            try:
+                step()
+            except tpo.TpOverlapError as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+                break
+            outcomes.append("ok")
+    return outcomes
+
+
 def vocabularies_differ(rank: int, size: int, what: str) -> str:
     """The error where each rank takes the vocabulary for one entry larger than the rank before."""
     vocab_size = 2 * FEATURES + 1 + rank  # both cut to as many rows on either rank, or one more

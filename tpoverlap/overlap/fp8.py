@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from tpoverlap.comm.descriptor import text_hash
+from tpoverlap.comm.descriptor import digest64
 from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.errors import CapacityError, ConfigError
 from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer, quantize
@@ -36,10 +36,11 @@ FP8_TAGS = ("", _SCALES, *_TAGS.values(), *(f"{tag}-rows" for tag in _TAGS.value
 def gather_operation(operation: OperationContext, quantizer: Quantizer) -> OperationContext:
     """``operation``, an all-gather, with the FP8 rows that ``quantizer`` makes.
 
-    Ranks under different recipes would read one another's rows with the wrong scale: they have to agree on it.
+    Ranks under different recipes, or delayed scaling's histories, would read one another's rows with the wrong scale:
+    they have to agree on both.
     """
     _require_method(operation)
-    return replace(operation, tag=_TAGS[quantizer.dtype], dtype=torch.uint8, detail=text_hash(repr(quantizer.recipe)))
+    return replace(operation, tag=_TAGS[quantizer.dtype], dtype=torch.uint8, detail=digest64(operation.detail, quantizer.agreement))
 
 
 def scatter_operation(

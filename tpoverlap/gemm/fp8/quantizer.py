@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from tpoverlap.gemm.fp8.agreement import Agreement
 from tpoverlap.gemm.fp8.quantize import QuantizedTensor, quantize, row_amax, scale_of, tensor_amax
 from tpoverlap.gemm.fp8.recipes import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, Role
 
@@ -30,6 +31,7 @@ class Quantizer(torch.nn.Module):
         super().__init__()
         self.recipe, self.role = recipe, role
         self.dtype = recipe.dtype(role)
+        self._agreement = Agreement(recipe)
         if isinstance(recipe, DelayedScaling):
             history = torch.zeros(recipe.amax_history_len, dtype=torch.float32, device=device)
             self.register_buffer("amax_history", history)
@@ -44,6 +46,13 @@ class Quantizer(torch.nn.Module):
     def is_rowwise(self) -> bool:
         """Whether `measure` gives one number a row, which is part of the tensor, not of a common scale."""
         return isinstance(self.recipe, Float8RowwiseScaling)
+
+    @property
+    def agreement(self) -> int:
+        """What ranks compare before they use the scale of a tensor that travels. See `Agreement`."""
+        if self.is_delayed:
+            return self._agreement.value(self.amax_history, self.scale)
+        return self._agreement.value()
 
     def measure(self, x: torch.Tensor) -> torch.Tensor:
         """Magnitudes of ``x``: float32 [1, 1], or [rows, 1] for row-wise scaling."""
@@ -88,12 +97,14 @@ class Quantizer(torch.nn.Module):
         """
         recipe = self.recipe
         assert isinstance(recipe, DelayedScaling), "only delayed scaling has a history"
+        known = self._agreement.knows(self.amax_history, self.scale)
         newest = amax.max().reshape(1)
         newest = torch.where(torch.isfinite(newest), newest, torch.zeros_like(newest))
         self.amax_history.copy_(torch.cat([newest, self.amax_history[:-1]]))
         chosen = self.amax_history.max() if recipe.amax_compute_algo == "max" else self.amax_history[0]
         fresh = scale_of(chosen.reshape(1, 1), self.dtype, margin=recipe.margin)
         self.scale.copy_(torch.where(chosen > 0, fresh, self.scale))
+        self._agreement.written(self.amax_history, self.scale, known=known)
 
     def _apply(self, fn: object, recurse: bool = True) -> Quantizer:
         """``module.to(bfloat16)`` moves the buffers, but keeps them float32."""
