@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import CommOverlap
 from tpoverlap.gemm import PartialGemm
+from tpoverlap.nn.agreement import agreed_detail
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import LayerView
 from tpoverlap.overlap import gemm_then_scatter, open_gather
@@ -66,7 +67,9 @@ def _scatter(comm: CommOverlap, gemm: PartialGemm, rows: slice) -> torch.Tensor:
     piece = PartialGemm([left[rows] for left in gemm.lefts], gemm.matrices, addend, gemm.bias)
     partition = _partition(comm, rows)
     shard = gemm.empty(partition.counts[comm.manager.rank], gemm.width)
-    gemm_then_scatter(comm.manager.operation(comm, partition, scatter=True), piece, shard)
+    operation = comm.manager.operation(comm, partition, scatter=True)
+    operation.detail = agreed_detail()
+    gemm_then_scatter(operation, piece, shard)
     return shard
 
 

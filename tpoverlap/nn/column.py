@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.nn.agreement import agreed_detail
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import LayerView, grads_of
 from tpoverlap.overlap import (
@@ -66,6 +67,7 @@ class ColumnLinear(torch.autograd.Function):
 
         features = sum(out.shape[1] for out in outs)
         operation = layer.manager.operation(layer.fprop, partition, scatter=False, features=features)
+        operation.detail = agreed_detail()
         x_shard_t = x_shard_t.contiguous()  # saved like this, too: backward sends it again
         if operation.method == "sequential":
             # It claims no slot, so a peer that has left the collective may push its next operation over a view of one.

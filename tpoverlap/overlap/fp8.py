@@ -40,7 +40,9 @@ def gather_operation(operation: OperationContext, quantizer: Quantizer) -> Opera
     they have to agree on both.
     """
     _require_method(operation)
-    return replace(operation, tag=_TAGS[quantizer.dtype], dtype=torch.uint8, detail=digest64(operation.detail, quantizer.agreement))
+    return replace(
+        operation, tag=_TAGS[quantizer.dtype], dtype=torch.uint8, detail=digest64(operation.detail, quantizer.agreement)
+    )
 
 
 def scatter_operation(

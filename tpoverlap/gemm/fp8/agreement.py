@@ -1,9 +1,9 @@
 """What ranks have to agree on before they read one another's FP8 rows: the recipe, and where histories come from.
 
 Histories of tensors that travel start equal and see the same magnitudes, so they stay equal. Only a write from outside
-can part them: another checkpoint on one rank, a buffer that was broadcast to some. Such a write is seen by the buffers'
-version counters (`load_state_dict`, `torch.distributed.checkpoint` and a plain ``copy_`` count alike); the next use then
-hashes the numbers, which waits for the device once. In the steady state two counters are compared, on the host.
+can part them: another checkpoint on one rank, a buffer that was broadcast to some. The buffers' version counters show
+such a write (`load_state_dict`, `torch.distributed.checkpoint` and a plain ``copy_`` alike); the next use then hashes
+the numbers, which waits for the device once. In the steady state counters are compared, on the host.
 """
 
 from __future__ import annotations
