@@ -43,7 +43,7 @@ class GemmRow:
         return TokenPartition.balanced(self.num_tokens, tp_size)
 
     def comm_bytes(self, tp_size: int, itemsize_bytes: int) -> float:
-        """Bytes that a rank receives: (R - 1) / R of the activation that travels; an FP8 gather moves a byte a number."""
+        """Bytes that a rank receives: (R - 1) / R of the activation that travels; a byte a number in an FP8 gather."""
         if self.is_fp8 and self.direction == "ag":
             itemsize_bytes = 1
         return self.num_tokens * self.width * itemsize_bytes * (tp_size - 1) / tp_size

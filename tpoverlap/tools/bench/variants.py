@@ -191,7 +191,7 @@ def add_alone(
     checked: Checked,
     fp8: Fp8Row | None = None,
 ) -> None:
-    """The parts alone: GEMM, quantisation, collective, plain transfer. Adds runs, or reasons why there is none. Collective."""
+    """The parts alone: GEMM, quantisation, collective, plain transfer. Adds runs, or why there is none. Collective."""
     inputs = RowInputs(session, operands, row, row.num_tokens)
     even = RowInputs(session, operands, row, baselines.even_rows(row, session.tp_size))
     weight = inputs.weight

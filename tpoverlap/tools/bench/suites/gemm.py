@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from tpoverlap.errors import ConfigError
-from tpoverlap.gemm.fp8 import require_features
+from tpoverlap.gemm.fp8.quantize import ALIGNMENT
 from tpoverlap.testing.specs import GEMM_SHAPES, TP8_SHAPES
 from tpoverlap.tools.bench import baselines, formulas, targets
 from tpoverlap.tools.bench.correctness import Reference
@@ -90,8 +90,12 @@ class GemmSuite(Suite):
         if small:
             raise ConfigError(f"T={small[0][0]} is less than one row a rank of {job.tp_size}; give a larger T")
         if "fp8" in job.numbers:
-            for _, *features in shapes:
-                require_features("--numbers fp8", "K or N", *features)
+            odd = [shape for shape in shapes if shape[1] % ALIGNMENT or shape[2] % ALIGNMENT]
+            if odd:
+                raise ConfigError(
+                    f"--numbers fp8 needs K and N in multiples of {ALIGNMENT}, got {'x'.join(map(str, odd[0]))}; "
+                    "change the shape, or give --numbers bfloat16"
+                )
         return [
             GemmRow(direction, tokens, k, n, capacity[(k, n)], numbers)
             for numbers in job.numbers
