@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tpoverlap.overlap import OperationContext
 
 
-OperationUse = tuple[int, bool, bool, int | None]
-"""What one operation of a name differs in: ``id`` of its partition, scatter, beside, the GEMM's sharded features."""
+OperationUse = tuple[int, bool, bool, int | None, int]
+"""What operations of a name differ in: ``id`` of the partition, scatter, beside, sharded features, detail."""
 
 
 class CommOverlap:

@@ -61,3 +61,12 @@ def _in_fp8(communicator: CommOverlap, decision: Decision, tokens: int, size_byt
         return f"{rows_bytes + SCALE_BYTES * tokens} bytes, one an element and {SCALE_BYTES} a row for its scale"
     why = "fp8_buf is false" if not communicator.config.fp8_buf else f"{method} adds in it"
     return f"{size_bytes} bytes still, the sums move in {str(dtype).removeprefix('torch.')}: {why}"
+
+
+def overflow_message(rank: int, communicator: CommOverlap, partition: TokenPartition) -> str:
+    """The log line of a microbatch that does not fit, where ``on_overflow`` lets it run."""
+    return (
+        f"rank {rank}: T={partition.total} (rows a rank: {list(partition.counts)}) is above the capacity of "
+        f"{communicator.max_tokens} tokens or {communicator.max_rows_per_rank} rows a rank: this microbatch runs without "
+        f"overlap, first {communicator.name}"
+    )

@@ -12,12 +12,12 @@ import torch
 
 from tpoverlap.active_shape import ActiveShape, ShapeLike, require_capacity
 from tpoverlap.comm import Channel, Meter
-from tpoverlap.communicator import CommOverlap, LayerCommunicators
+from tpoverlap.communicator import CommOverlap, LayerCommunicators, OperationUse
 from tpoverlap.config import KNOWN_NAMES, resolve
 from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import method_for_use
 from tpoverlap.errors import CapacityError, ConfigError, NotInitializedError
-from tpoverlap.explanation import explanation
+from tpoverlap.explanation import explanation, overflow_message
 from tpoverlap.memory import Backend, select_backend
 from tpoverlap.memory_report import manager_regions, report_memory, standard_regions
 from tpoverlap.method_tables import CacheSource, MethodTables
@@ -302,6 +302,7 @@ class UserBufferManager:
         scatter: bool,
         beside: bool = False,
         features: int | None = None,
+        detail: int = 0,
     ) -> OperationContext:
         """Everything a method needs for one operation of ``communicator``; decides the method and counts it.
 
@@ -311,6 +312,7 @@ class UserBufferManager:
             scatter: reduce-scatter instead of all-gather.
             beside: the whole collective runs beside a GEMM that does not depend on it.
             features: of the sharded side of the GEMM on this rank; None: unknown, so T does not enter the choice.
+            detail: hash of what else all ranks must agree on.
 
         Raises:
             CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot do this.
@@ -320,22 +322,23 @@ class UserBufferManager:
         if communicator.chosen_for is not communicator.config:
             communicator.operations.clear()
             communicator.chosen_for = communicator.config
-        use = (id(partition), scatter, beside, features)
+        use = (id(partition), scatter, beside, features, detail)
         context = communicator.operations.get(use)
         if context is None:
-            context = self._new_operation(communicator, partition, scatter, beside, features)
+            context = self._new_operation(communicator, partition, use)
             if len(communicator.operations) >= _OPERATIONS:
                 communicator.operations.clear()
             communicator.operations[use] = context
         communicator.statistics.record(context.method, partition.total, overflow=context.overflow)
         if context.overflow and partition != self._logged_overflow:
             self._logged_overflow = partition  # one line a microbatch, not one an operation
-            self._log_overflow(communicator, partition)
+            logger.warning(overflow_message(self.rank, communicator, partition))
         return context
 
     def _new_operation(
-        self, communicator: CommOverlap, partition: TokenPartition, scatter: bool, beside: bool, features: int | None
+        self, communicator: CommOverlap, partition: TokenPartition, use: OperationUse
     ) -> OperationContext:
+        _, scatter, beside, features, detail = use
         overflow = False
         if partition.total > communicator.max_tokens or partition.max_count > communicator.max_rows_per_rank:
             overflow = self._overflows(communicator, partition)
@@ -357,17 +360,7 @@ class UserBufferManager:
             self.dtype,
             overflow or not communicator.registered,
             overflow=overflow,
-        )
-
-    def _log_overflow(self, communicator: CommOverlap, partition: TokenPartition) -> None:
-        logger.warning(
-            "rank %d: T=%d (rows a rank: %s) is above the capacity of %s: this microbatch runs without overlap, "
-            "first %s",
-            self.rank,
-            partition.total,
-            list(partition.counts),
-            f"{communicator.max_tokens} tokens or {communicator.max_rows_per_rank} rows a rank",
-            communicator.name,
+            detail=detail,
         )
 
     def _overflows(self, communicator: CommOverlap, partition: TokenPartition) -> bool:

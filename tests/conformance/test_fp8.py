@@ -17,6 +17,7 @@ SETTINGS = [
     (2, torch.bfloat16, "shared"),
     (3, torch.bfloat16, "shared"),
     (3, torch.float16, "shared"),
+    (4, torch.float32, "shared"),
     (2, torch.bfloat16, "process_group"),
 ]
 

@@ -14,7 +14,7 @@ PARTS = 5
 
 # Every case on two ranks; elsewhere, where the arithmetic is the same and only the schedule grows, parts of them.
 FULL = [(2, torch.float32, "shared"), (3, torch.bfloat16, "shared")]
-PARTIAL = [(1, torch.float32, "shared", 1), (4, torch.float32, "shared", 2), (2, torch.float16, "process_group", 0)]
+PARTIAL = [(1, torch.float32, "shared", 1), (2, torch.float16, "process_group", 0)]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -26,6 +26,27 @@ def test_layers(size: int, dtype: torch.dtype, backend: str, part: int, run_case
 @pytest.mark.parametrize(("size", "dtype", "backend", "part"), PARTIAL, ids=str)
 def test_some_layers(size: int, dtype: torch.dtype, backend: str, part: int, run_cases: RunCases) -> None:
     run_cases(size, list(layer_cases(Setting(dtype=dtype, backend=backend), size))[part :: 2 * PARTS])
+
+
+def one_of_each(size: int, setting: Setting) -> list[Case]:
+    """One case of every number and layer; modes take turns."""
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in layer_cases(setting, size):
+        kind = case.args[1] if isinstance(case.args[1], str) else ""
+        groups.setdefault((case.number, case.check, kind), []).append(case)
+    return [cases[index % len(cases)] for index, cases in enumerate(groups.values())]
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_every_layer_on_four_ranks(part: int, run_cases: RunCases) -> None:
+    run_cases(4, one_of_each(4, Setting(backend="shared"))[part::3])
+
+
+def test_four_ranks_have_every_case_and_layer() -> None:
+    chosen = one_of_each(4, Setting())
+    assert {case.number for case in chosen} == {5, 6, 7, 13} == {case.number for case in layer_cases(Setting(), 4)}
+    assert {case.args[1] for case in chosen if case.check is layers.check_layer} == set(layers.KINDS)
+    assert len({case.args[2] for case in chosen if case.check is layers.check_layer}) > 4, "modes do not take turns"
 
 
 def test_every_kind_in_both_modes_and_every_mode() -> None:

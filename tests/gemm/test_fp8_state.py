@@ -23,6 +23,28 @@ from tpoverlap.gemm.fp8 import (
 )
 
 
+def test_the_number_that_ranks_compare_follows_writes_from_outside_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer, other = (Quantizer(DelayedScaling(amax_history_len=3), "input") for _ in range(2))
+    first = quantizer.agreement
+    assert first == other.agreement != Quantizer(DelayedScaling(margin=1), "input").agreement
+    with monkeypatch.context() as patch:  # the steady state reads no tensor
+        patch.setattr(torch.Tensor, "cpu", None)
+        for amax in (2.0, 3.0, 4.0):
+            quantizer.record(torch.tensor([[amax]]))
+            assert quantizer.agreement == first
+    other.load_state_dict(quantizer.state_dict())
+    loaded = other.agreement
+    assert loaded != first
+    again = Quantizer(DelayedScaling(amax_history_len=3), "input")
+    again.load_state_dict(quantizer.state_dict(), assign=True)
+    assert again.agreement == loaded
+    other.scale.mul_(2)
+    other.record(torch.tensor([[5.0]]))  # a write of its own does not hide one from outside
+    assert other.agreement not in (first, loaded)
+    current = Quantizer(Float8CurrentScaling(), "input")
+    assert current.agreement == Quantizer(Float8CurrentScaling(), "grad").agreement != first
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

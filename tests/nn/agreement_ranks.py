@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 
 import tpoverlap as tpo
+from tpoverlap.nn.cross_entropy import _CrossEntropy
+from tpoverlap.nn.vocab import _Embed
 
 HIDDEN, FEATURES = 16, 16
 
@@ -36,6 +38,33 @@ def recipes_differ(rank: int, size: int, what: str) -> str:
         return _error(lambda: tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=tpo.Fp8State(recipes[what])))
 
 
+def histories_differ(rank: int, size: int, how: str) -> list[str]:
+    """Steps, with a write to delayed scaling's history as ``how`` says after two: what each ends with, and why."""
+    outcomes = []
+    with _manager(quantization_modes=["none", "fp8"]) as manager:
+        state, other = tpo.Fp8State(tpo.DelayedScaling()), tpo.Fp8State(tpo.DelayedScaling())
+        x, weight = torch.randn(4, HIDDEN), torch.randn(FEATURES, HIDDEN)
+        other.input.record(torch.tensor([[100.0]]))
+
+        def step() -> None:
+            tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=state)
+            manager.check()
+
+        for turn in range(4):
+            if turn == 2 and (rank == 1 or how == "all load"):
+                if how == "in place":
+                    state.input.amax_history.copy_(other.input.amax_history)
+                else:
+                    state.load_state_dict(other.state_dict(), assign=how == "assign")
+            try:
+                step()
+            except tpo.TpOverlapError as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+                break
+            outcomes.append("ok")
+    return outcomes
+
+
 def vocabularies_differ(rank: int, size: int, what: str) -> str:
     """The error where each rank takes the vocabulary for one entry larger than the rank before."""
     vocab_size = 2 * FEATURES + 1 + rank  # both cut to as many rows on either rank, or one more
@@ -46,6 +75,69 @@ def vocabularies_differ(rank: int, size: int, what: str) -> str:
         own = tpo.TokenPartition.balanced(vocab_size, size).counts[rank]
         logits, targets = torch.randn(8, own), torch.arange(8)
         return _error(lambda: tpo.nn.vocab_parallel_cross_entropy(logits, targets, vocab_size, manager))
+
+
+def inputs_differ(rank: int, size: int, what: str, last: int) -> tuple[str, str]:
+    """(error class, message) where rank 1 ends its tokens, targets or cu_seqlens with ``last`` and others with 7.
+
+    Then, where all raised the same (``last`` is -1: every rank has 99), whether the manager still works.
+    """
+    values = torch.arange(8)
+    if last < 0 or rank == 1:
+        values[-1] = 99 if last < 0 else last
+    with _manager() as manager:
+        logits = torch.randn(8, tpo.TokenPartition.balanced(16, size).counts[rank])
+
+        def cross_entropy(targets: torch.Tensor) -> torch.Tensor:
+            return tpo.nn.vocab_parallel_cross_entropy(logits, targets, 16, manager)
+
+        def attend(offsets: torch.Tensor) -> torch.Tensor:
+            more = {"sequence_parallel": what != "cu_seqlens, whole rows", "fp8_recipe": None}
+            layer = tpo.nn.MultiheadAttention(HIDDEN, size, kv_channels=8, manager=manager, **more)
+            x = torch.randn(8, HIDDEN)
+            with manager.microbatch(8) as partition:
+                found = layer(x[partition.rows(rank)] if more["sequence_parallel"] else x, offsets)
+            assert isinstance(found, torch.Tensor)
+            return found
+
+        embedding = tpo.nn.VocabParallelEmbedding(16, HIDDEN, manager=manager)
+        calls: dict[str, Callable[[], object]] = {
+            "tokens": lambda: embedding(values.to(torch.int32) if rank else values),  # the dtype is nobody's business
+            "targets": lambda: cross_entropy(values),
+        }
+        offsets = torch.tensor([0, 2, 8] if rank == 1 else [0, 3, 8])
+        try:
+            calls.get(what, lambda: attend(offsets))()
+            manager.check()
+        except tpo.TpOverlapError as error:
+            if last < 0:
+                cross_entropy(torch.arange(8))
+                embedding(torch.arange(8))
+                manager.check()
+            return type(error).__name__, str(error)
+        return "ok", ""
+
+
+def unseen_values(rank: int, size: int) -> None:
+    """What a GPU makes of values outside the vocabulary that no host looks at: NaN in their rows, on every rank."""
+    values = torch.tensor([1, 99, 5, -1, -100])
+    with _manager() as manager:
+        logits = torch.randn(5, 16 // size).requires_grad_()
+        own = slice(rank * 16 // size, (rank + 1) * 16 // size)
+        losses = _CrossEntropy.apply(manager, logits, values, own, -100, 16)
+        losses.sum().backward()
+        wrong = torch.tensor([False, True, False, True, False])
+        assert torch.equal(losses.isnan(), wrong) and losses[4] == 0
+        assert logits.grad is not None and torch.equal(logits.grad.isnan().all(1), wrong)
+        assert logits.grad[~wrong].isfinite().all() and not logits.grad[4].any()
+        embedding = tpo.nn.VocabParallelEmbedding(16, HIDDEN, manager=manager)
+        partition = tpo.TokenPartition.balanced(5, size)
+        x = _Embed.apply(embedding.comm.fprop, partition, values, embedding.weight, own, 16)
+        outside = torch.tensor([False, True, False, True, True])[partition.rows(rank)]
+        assert torch.equal(x.isnan().all(1), outside) and x[~outside].isfinite().all()
+        x.sum().backward()
+        assert embedding.weight.grad is not None and embedding.weight.grad.isfinite().all()
+        manager.check()
 
 
 def views_are_overwritten(rank: int, size: int, what: str) -> float:

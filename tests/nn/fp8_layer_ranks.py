@@ -6,10 +6,16 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import tpoverlap as tpo
 from tpoverlap import nn
+from tpoverlap.gemm.fp8.recipes import Role
+from tpoverlap.testing.conformance.comparison import Comparison
+from tpoverlap.testing.conformance.fp8 import RECIPES, _transposed, _weight_grads
+from tpoverlap.testing.conformance.plain import rank_sum
+from tpoverlap.testing.conformance.plain_fp8 import PlainQuantizer, PlainTensor, product
 from tpoverlap.testing.numeric import relative_error
 
 CAPACITY, HIDDEN, FFN, HEADS = 48, 64, 96, 4
@@ -126,14 +132,140 @@ def recomputed_under_autocast(rank: int, size: int) -> dict[str, bool]:
     return {"FP8 ran": differs, **{name: torch.equal(value, found[1][name]) for name, value in found[0].items()}}
 
 
-def without_sequence_parallelism(rank: int, size: int) -> str:
+def without_sequence_parallelism(rank: int, size: int, recipe_name: str, config: str) -> None:
+    """Column and row layers on whole activations against each rank's quantisation in plain torch, at several T."""
+    recipe = RECIPES[recipe_name]
+    configs: dict[str, dict[str, Any]] = {
+        "default": {},
+        "fp8_buf": {"proj_fprop": {"fp8_buf": True}},
+        "rs_dgrad": {"qkv_dgrad": {"method": "ring_exchange", "fp8_buf": True}},
+        "pipeline": {"proj_fprop": {"method": "pipeline", "num_splits": 3}},
+        "sequential": {name: {"method": "sequential"} for name in ("qkv_dgrad", "proj_fprop")},
+    }
+    comparison = Comparison()
+    packs = config == "fp8_buf"
+    manager = tpo.UserBufferManager(
+        None, (300, HIDDEN), dtype=torch.float32, backend="shared", quantization_modes=["none", "fp8"],
+        timeout_s=20.0, ub_cfgs=configs[config],
+    )  # fmt: skip
+    with manager:
+        make: dict[str, Any] = {"manager": manager, "sequence_parallel": False, "fp8_recipe": recipe}
+        column = nn.Linear(HIDDEN, FFN * size, parallel_mode="column", ub_name="qkv", **make)
+        row = nn.Linear(FFN * size, HIDDEN, parallel_mode="row", ub_name="proj", **make)
+        ws = [[_draw(FFN, HIDDEN, 10 + q) / 8, _draw(HIDDEN, FFN, 50 + q) / 8] for q in range(size)]
+        with torch.no_grad():
+            for layer, weight in zip((column, row), ws[rank], strict=True):
+                layer.weight.copy_(weight)
+                assert layer.bias is not None
+                layer.bias.copy_(torch.arange(float(layer.bias.numel())) / 64)
+        quantizers: dict[tuple[str, int], PlainQuantizer] = {}
+
+        def quantise(x: torch.Tensor, name: str, q: int, role: Role) -> PlainTensor:
+            return quantizers.setdefault((name, q), PlainQuantizer(recipe, role, gathered=False))(x)
+
+        for turn, num_tokens in enumerate((1, 17, 300, 2)):
+            comparison.where = f"rank {rank}, {recipe_name} {config} T={num_tokens}"
+            x, dz = _draw(num_tokens, HIDDEN, turn).requires_grad_(), _draw(num_tokens, HIDDEN, 90 + turn)
+            with manager.microbatch(num_tokens):
+                y = column(x)
+                inner = y.detach().clone().requires_grad_()
+                z = row(inner)
+            z.backward(dz)
+            dy = _draw(num_tokens, FFN * size, 70 + turn).chunk(size, 1)
+            y.backward(dy[rank].contiguous())
+            x8 = quantise(x.detach(), "x", 0, "input")
+            columns8 = [quantise(w[0], "column", q, "weight") for q, w in enumerate(ws)]
+            rows8 = [quantise(w[1], "row", q, "weight") for q, w in enumerate(ws)]
+            assert column.bias is not None and row.bias is not None
+            shifts = column.bias.detach(), row.bias.detach()
+            products = [product(x8, w8, "twin") for w8 in columns8]
+            comparison.close("y", y, products[rank] + shifts[0], product(x8, columns8[rank], "reference") + shifts[0])
+            everyone: list[Any] = [None] * size
+            dist.all_gather_object(everyone, inner.detach())
+            inners8 = [quantise(one, "inner", q, "input") for q, one in enumerate(everyone)]
+            partials = [product(a, b, "twin") for a, b in zip(inners8, rows8, strict=True)]
+            wide = torch.stack([product(a, b, "reference") for a, b in zip(inners8, rows8, strict=True)]).sum(0)
+            if not packs:  # FP8 rows are judged by test_fp8's twins; here they only have to be near
+                comparison.close("z", z, rank_sum(partials) + shifts[1], wide + shifts[1], roundings=1)
+            comparison.true("z is far off", relative_error(z.detach(), wide + shifts[1]) < 0.05)
+            dz8 = quantise(dz, "dz", 0, "grad")
+            dys8 = [quantise(one, "dy", q, "grad") for q, one in enumerate(dy)]
+            rowwise = recipe_name == "rowwise"
+            dgrads = [_transposed(recipe, w[1]) if rowwise else w8.t() for w, w8 in zip(ws, rows8, strict=True)]
+            comparison.close("d inner", inner.grad, *(product(dz8, dgrads[rank], p) for p in ("twin", "reference")))
+            dgrads = [_transposed(recipe, w[0]) if rowwise else w8.t() for w, w8 in zip(ws, columns8, strict=True)]
+            pairs = list(zip(dys8, dgrads, strict=True))
+            wide = torch.stack([product(*pair, "reference") for pair in pairs]).sum(0)
+            if config != "rs_dgrad":
+                twin = rank_sum([product(*pair, "twin") for pair in pairs])
+                comparison.close("dx", x.grad, twin, wide, roundings=1)
+            comparison.true("dx is far off", x.grad is not None and relative_error(x.grad, wide) < 0.1)
+            for name, layer, dy8, a8, wide_dy in (
+                ("column", column, dys8[rank], x8, dy[rank]), ("row", row, dz8, inners8[rank], dz)
+            ):  # fmt: skip
+                comparison.close(f"dW {name}", layer.weight.grad, *_weight_grads(recipe, dy8, a8, None), roundings=1)
+                comparison.close(f"db {name}", layer.bias.grad, wide_dy.sum(0), wide_dy.double().sum(0))
+                layer.zero_grad()
+        same: list[Any] = [None] * size
+        dist.all_gather_object(same, z.detach())
+        assert all(torch.equal(one, z) for one in same), "ranks have other bits"
+        manager.check()
+    comparison.summary()
+
+
+def whole_layers(rank: int, size: int) -> dict[str, bool]:
+    """A TransformerLayer without sequence parallelism: near the one with it; delayed wgrad and main_grad bit by bit."""
+    found: dict[str, torch.Tensor] = {}
+    same: dict[str, bool] = {}
+    with _open() as manager:
+        torch.manual_seed(3)
+        make: dict[str, Any] = {
+            "manager": manager, "fp8_recipe": tpo.Float8CurrentScaling(), "kv_channels": 16, "sequence_parallel": False,
+        }  # fmt: skip
+        reference = nn.TransformerLayer(HIDDEN, FFN * size, HEADS * size, **make)
+        for name, extra in (
+            ("plain", {}),
+            ("delayed", {"delay_wgrad_compute": True}),
+            ("main_grad", {"fuse_wgrad_accumulation": True}),
+            ("sharded", {"sequence_parallel": True}),
+        ):
+            layer = nn.TransformerLayer(HIDDEN, FFN * size, HEADS * size, **make | extra)
+            layer.load_state_dict(reference.state_dict())
+            for parameter in layer.parameters():
+                parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+            with manager.microbatch(19) as partition:
+                rows = partition.rows(rank) if name == "sharded" else slice(None)
+                x = _draw(19, HIDDEN, 0)[rows].requires_grad_()
+                y = layer(x, [0, 5, 19])
+            y.backward(_draw(19, HIDDEN, 1)[rows])
+            layer.backward_dw()
+            assert x.grad is not None
+            one = {"y": y.detach(), "dx": x.grad}
+            for key in ("self_attention.layernorm_qkv.weight", "layernorm_mlp.fc2_weight"):
+                parameter = layer.get_parameter(key)
+                one[key] = parameter.main_grad if name == "main_grad" else parameter.grad  # type: ignore[assignment]
+            if name == "plain":
+                found = one
+            elif name == "sharded":
+                for key, value in one.items():
+                    expected = found[key][rows] if key in ("y", "dx") else found[key]
+                    same[f"near the sharded {key}"] = not value.numel() or relative_error(value, expected) < 0.1
+            else:
+                same |= {f"{name} {key}": torch.equal(value, found[key]) for key, value in one.items()}
+        with torch.no_grad(), tpo.fp8_autocast(enabled=False):
+            same["FP8 ran"] = not torch.equal(layer(x.detach(), [0, 5, 19], partition=partition), one["y"])
+        manager.check()
+    return same
+
+
+def whole_sizes_are_checked(rank: int, size: int) -> str:
     with _open() as manager:
         layer = nn.Linear(
-            HIDDEN, FFN * size, parallel_mode="column", manager=manager, ub_name="qkv", sequence_parallel=False,
+            HIDDEN, 24 * size, parallel_mode="column", manager=manager, ub_name="qkv", sequence_parallel=False,
             fp8_recipe=tpo.Float8CurrentScaling(),
         )  # fmt: skip
         try:
             layer(_draw(6, HIDDEN, 0))
-        except tpo.ConfigError as error:
+        except tpo.ActiveShapeError as error:
             return str(error)
     return "nothing was raised"

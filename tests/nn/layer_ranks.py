@@ -283,6 +283,15 @@ MISUSES: dict[str, Any] = {
     "overlap off and a flag": lambda m: tpo.nn.TransformerLayer(
         WIDTH, 4 * m.tp_size, m.tp_size, kv_channels=4, manager=m, ub_tp_comm_overlap=False, ub_overlap_ag=True
     ),
+    "few names": lambda m: tpo.nn.TransformerLayer(WIDTH, 8, 2, manager=m, ub_names=("qkv", "proj", "fc1")),
+    "few names of an MLP": lambda m: _mlp(m, ub_names=("fc1",)),
+    "a string of names": lambda m: _mha(m, ub_names="qk"),
+    "negative eps": lambda m: _mlp(m, eps=-1e-5),
+    "zero eps": lambda m: _qkv(m, eps=0.0),
+    "infinite eps": lambda m: _mha(m, input_layernorm=True, layernorm_epsilon=float("inf")),
+    "negative rotary base": lambda m: _mha(m, rotary_base=-10_000.0),
+    "rotary base is no number": lambda m: _mha(m, rotary_base=float("nan")),
+    "rotary table": lambda m: tpo.nn.RotaryTable.of(torch.arange(4), 4, 0.0),
     "ffn": lambda m: _mlp(m, 4 * m.tp_size + 1),
     "features": lambda m: _qkv(m, 4 * m.tp_size + 1),
     "heads": lambda m: _mha(m, heads=2 * m.tp_size + 1),
@@ -305,10 +314,8 @@ MISUSES: dict[str, Any] = {
     "rows": lambda m: _mlp(m)(torch.zeros(4, WIDTH)),
     "whole rows": lambda m: _mlp(m, sequence_parallel=False)(torch.zeros(4, WIDTH)),
     "vocabulary": lambda m: tpo.nn.VocabParallelEmbedding(m.tp_size - 1, WIDTH, manager=m),
-    "token": lambda m: tpo.nn.VocabParallelEmbedding(9, WIDTH, manager=m)(torch.full((3 * m.tp_size,), 9)),
     "tokens": lambda m: tpo.nn.VocabParallelEmbedding(9, WIDTH, manager=m)(torch.zeros(3, dtype=torch.long)),
     "tied": lambda m: tpo.nn.VocabParallelHead(WIDTH, 9, manager=m, weight=torch.nn.Parameter(torch.zeros(1, WIDTH))),
-    "target": lambda m: _loss(m, [0, 1, 2 * m.tp_size]),
     "targets": lambda m: _loss(m, [0, 1]),
     "reduction": lambda m: _loss(m, [0, 1, 1], reduction="average"),
 }  # fmt: skip

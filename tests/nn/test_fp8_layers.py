@@ -28,6 +28,25 @@ def test_recomputed_under_autocast(rank_pool) -> None:
         assert all(same.values()) and len(same) > 4, same
 
 
-def test_without_sequence_parallelism(rank_pool) -> None:
-    for message in rank_pool(2).run(fp8_layer_ranks.without_sequence_parallelism, timeout_s=30.0):
-        assert "qkv: FP8 needs sequence_parallel=True" in message
+@pytest.mark.parametrize(
+    ("size", "recipe", "config"),
+    [
+        *((2, "current", config) for config in ("default", "fp8_buf", "rs_dgrad", "pipeline", "sequential")),
+        (3, "delayed", "default"),
+        (2, "delayed", "fp8_buf"),
+        (3, "rowwise", "pipeline"),
+        (4, "rowwise", "default"),
+    ],
+)
+def test_without_sequence_parallelism(rank_pool, size: int, recipe: str, config: str) -> None:
+    rank_pool(size).run(fp8_layer_ranks.without_sequence_parallelism, recipe, config, timeout_s=60.0)
+
+
+def test_whole_layers(rank_pool) -> None:
+    for same in rank_pool(2).run(fp8_layer_ranks.whole_layers, timeout_s=60.0):
+        assert all(same.values()) and len(same) == 13, same
+
+
+def test_sizes_are_checked_without_sequence_parallelism(rank_pool) -> None:
+    for message in rank_pool(2).run(fp8_layer_ranks.whole_sizes_are_checked, timeout_s=30.0):
+        assert "qkv: out_features 24 is not a multiple of 16" in message

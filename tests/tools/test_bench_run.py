@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner, Result
 
+import tpoverlap as tpo
 from tpoverlap.testing import RankPool
 from tpoverlap.tools.bench import timing
 from tpoverlap.tools.bench.job import BenchJob
@@ -80,6 +81,31 @@ def check_gemm_row(row: Row) -> None:
         assert one["of_limit"]["eager"] == pytest.approx(max(gemm, transfer) / one["eager_us"])
         assert one["relative_error"] < 1e-5
     assert row["methods"]["plain sequential"]["of_sequential"]["eager"] == 1.0
+
+
+def test_fp8_rows_stand_beside_the_others(tmp_path: Path) -> None:
+    json_path, plot_path = tmp_path / "b.json", tmp_path / "b.png"
+    numbers = ("--numbers", "fp8", "--numbers", "bfloat16")
+    result = run(
+        *numbers, "--shape", "65x32x48", "--shape", "96x32x48", "--json", str(json_path), "--plot", str(plot_path)
+    )
+    assert result.exit_code == 0, result.output
+    data = read(json_path)
+    labels = [f"{direction} {shape}" for shape in ("65x32x48", "96x32x48") for direction in ("ag", "rs")]
+    assert [row["label"] for row in data["rows"]] == [label.replace(" ", " fp8 ") for label in labels] + labels
+    half = len(labels)
+    for row, wide in zip(data["rows"][:half], data["rows"][half:], strict=True):
+        assert row["numbers"] == "fp8" and row["comm_bytes"] == wide["comm_bytes"] / (
+            4 if row["direction"] == "ag" else 1
+        )
+        assert set(row["alone"]) == {*wide["alone"], "quantisation alone"}
+        assert set(row["methods"]) == set(wide["methods"]) and not row["errors"]
+        gemm, transfer = row["alone"]["gemm alone"]["eager_us"], row["transfer_us"]["eager"]
+        for one in row["methods"].values():
+            assert one["relative_error"] < 1e-5, "judged by what the FP8 operands stand for"
+            assert one["of_limit"]["eager"] == pytest.approx(max(gemm, transfer) / one["eager_us"])
+    assert set(data["summary"]["gemm"]["geometric_mean_of_limit"]) == {"ag", "rs", "ag fp8", "rs fp8"}
+    assert plot_path.stat().st_size > 20_000
 
 
 def test_time_that_is_up_is_said_and_an_empty_run_is_a_problem(rank_pool: Callable[[int], RankPool]) -> None:
@@ -241,6 +267,29 @@ def never_calls(rank: int, world_size: int, job: BenchJob) -> Row:
         return bench_rank(rank, world_size, job, WHERE).as_dict()
     finally:
         Methods.prepare = prepare  # type: ignore[method-assign]
+
+
+def another_scale(rank: int, world_size: int, job: BenchJob) -> Row:
+    """All ranks quantise to powers of two in ring_exchange: a good FP8 product, but not of these operands."""
+    prepare = Methods.prepare
+
+    def prepare_broken(self: Methods, label: str, *arguments: Any) -> Callable[[], torch.Tensor]:
+        *others, fp8 = arguments
+        wrong = tpo.Fp8State(tpo.Float8CurrentScaling(use_power_2_scales=True))
+        return prepare(self, label, *others, wrong if label == "ring_exchange" else fp8)
+
+    Methods.prepare = prepare_broken  # type: ignore[method-assign]
+    try:
+        return bench_rank(rank, world_size, job, WHERE).as_dict()
+    finally:
+        Methods.prepare = prepare  # type: ignore[method-assign]
+
+
+def test_an_fp8_product_of_other_numbers_is_wrong(rank_pool: Callable[[int], RankPool]) -> None:
+    report = rank_pool(2).run(another_scale, replace(_job(), numbers=("fp8",)), timeout_s=60)[0]
+    for row in report["rows"]:
+        assert "ring_exchange" not in row["methods"] and "wrong numbers" in row["errors"]["ring_exchange"]
+        assert "auto" in row["methods"]
 
 
 @pytest.mark.parametrize("broken", [stale_row, nan_in_one_element])

@@ -66,6 +66,10 @@ def test_unknown_subcommand_is_a_usage_error() -> None:
         (["--backward-mode", "rs"], "rs_dgrad"),
         (["--backward-mode", "rs_dgrad", "--method", "bulk"], "--method bulk and --backward-mode rs_dgrad"),
         (["--pipeline-microbatches", "0"], "--pipeline-microbatches"),
+        (["--fp8"], "add --layers te-style"),
+        (["--fp8", "--layers", "te-style", "--ffn", "688"], "got ffn=688; choose --ffn 704"),
+        (["--fp8", "rowwise", "--layers", "te-style", "--hidden", "240"], "choose --hidden 256"),
+        (["--fp8", "mxfp8"], "'current', 'delayed', 'rowwise'"),
         (["stray.txt"], "given as --corpus"),
     ],
 )

@@ -18,11 +18,12 @@ from click.testing import CliRunner, Result
 from tests.tools.train_job import DOCUMENTS, small_job
 from tpoverlap.tools.cli import main
 from tpoverlap.tools.train.batching import plan_steps
+from tpoverlap.tools.train.fp8 import RECIPES, Fp8Linears
 from tpoverlap.tools.train.job import ProgressListener, TrainJob, TrainOutcome
 from tpoverlap.tools.train.methods import METHOD_CHOICES
 from tpoverlap.tools.train.reference import ReferenceRun, run_reference
 from tpoverlap.tools.train.verdict import judge
-from tpoverlap.tools.train.weights import full_weights
+from tpoverlap.tools.train.weights import ModelConfig, full_weights
 from tpoverlap.tools.train.worker import RankFailedError, spawn, train_on_rank
 
 SMALL = ("--device", "cpu", "--capacity", "256", "--hidden", "48", "--heads", "6", "--ffn", "96", "--layers", "2")
@@ -79,6 +80,53 @@ def test_layer_styles_and_microbatches_in_flight(
     dgrad = summary["methods"]["qkv_dgrad"]
     scatters = "ring_exchange" in dgrad if "sequential" not in more else "qkv_wgrad" not in summary["methods"]
     assert scatters == (mode == "rs_dgrad")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("current", ("--backward-mode", "rs_dgrad", "--pipeline-microbatches", "3")),
+        ("delayed", ("--backward-mode", "bulk", "--pipeline-microbatches", "2", "--tp", "3")),
+        ("rowwise", ("--compare", "--compare-steps", "2")),
+        pytest.param("current", ("--method", "pipeline", "--dtype", "bfloat16"), marks=pytest.mark.slow),
+        pytest.param("delayed", ("--method", "sequential", "--backward-mode", "rs_dgrad"), marks=pytest.mark.slow),
+    ],
+)
+def test_fp8_layers_train_like_the_reference(recipe: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    sizes = ("--hidden", "96", "--heads", "6", "--ffn", "192", "--layers", "te-style", "--fp8", recipe)
+    result = run("--steps", "4", *sizes, *more, "--check-reference", "--json", str(tmp_path / "run.json"))
+    assert result.exit_code == 0, result.output
+    data = read(tmp_path / "run.json")
+    summary = data["summary"]
+    assert summary["fp8"] == recipe and summary["padded_tokens"] == 0 and summary["allocations_after_setup"] == 0
+    if "bfloat16" not in more:  # half of what is allowed
+        assert max(data["gradients"].values()) < 2.5e-2 and summary["max_abs_loss_difference"] < 1e-2
+
+
+def test_the_check_notices_other_scales() -> None:
+    """The reference of another R, of another recipe and of none against that of current scaling on two ranks."""
+    steps = plan_steps(DOCUMENTS, capacity_tokens=128, num_steps=1, tp_size=2)
+    model = ModelConfig(hidden=64, layers=1, heads=4, ffn=64)
+    weights = full_weights(model, 1)
+
+    def train(fp8: Fp8Linears | None) -> ReferenceRun:
+        cpu = torch.device("cpu")
+        return run_reference(model, weights, steps, device=cpu, dtype=torch.float32, learning_rate=1e-3, fp8=fp8)
+
+    right = train(Fp8Linears(RECIPES["current"], 2))
+    again = train(Fp8Linears(RECIPES["current"], 2))
+    for other in (None, Fp8Linears(RECIPES["current"], 4), Fp8Linears(RECIPES["rowwise"], 2)):
+        wrong = train(other)
+        verdict = judge(wrong.losses, right.losses, wrong.first_gradients, right.first_gradients, "fp8 float32")
+        assert sum("the first gradient of" in problem for problem in verdict.problems) > 3, verdict
+    assert judge(again.losses, right.losses, again.first_gradients, right.first_gradients, "fp8 float32").problems == ()
+
+
+def test_fp8_without_a_value_is_current_scaling(tmp_path: Path) -> None:
+    sizes = ("--hidden", "64", "--heads", "4", "--ffn", "64", "--layers", "1", "--layers", "te-style")
+    result = run("--fp8", *sizes, "--steps", "1", "--json", str(tmp_path / "run.json"))
+    assert result.exit_code == 0, result.output
+    assert read(tmp_path / "run.json")["summary"]["fp8"] == "current"
 
 
 def test_three_ranks_with_comparison_and_plot(tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ class Diagnosis:
             parts.append(f"rank {rank}: {text}")
         return RankMismatchError(
             f"ranks disagree on operation number {sequence}: {'; '.join(parts)}. "
-            "Every rank must call the same operations in the same order, with the same T, row counts, dtype and options"
+            "Every rank must call the same operations in the same order, with the same T, row counts, dtype and "
+            "options (FP8 recipes and delayed scaling's history; on the CPU tokens, targets and cu_seqlens, too)"
         )
 
     def gave_up(self, peer: int, word: int, what: str) -> TpOverlapError:

@@ -88,6 +88,11 @@ class PartialGemm:
         """Room for a part of the result."""
         return self.lefts[0].new_empty(num_rows, width)
 
+    def part(self, rows: slice) -> PartialGemm:
+        """The same GEMM of some of the rows."""
+        addend = None if self.addend is None else self.addend[rows]
+        return PartialGemm([left[rows] for left in self.lefts], self.matrices, addend, self.bias)
+
     def rows(self, start: int, stop: int, out: torch.Tensor, *, owned: bool = False) -> None:
         """Rows [start, stop) into ``out`` [stop - start, N]; ``owned`` adds the bias."""
         if self.is_plain and start < stop:

@@ -31,16 +31,24 @@ import torch
 
 from tpoverlap.communicator import CommOverlap
 from tpoverlap.gemm import PartialGemm
+from tpoverlap.nn.agreement import agreed_detail
 from tpoverlap.nn.autograd import differentiable_once
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import LayerView
 from tpoverlap.overlap import gemm_then_scatter, open_gather
+from tpoverlap.overlap.fp8 import scatter_operation
 from tpoverlap.tokens import TokenPartition
 
 _MIN_PIECE_ROWS = 128  # a tile of rows: smaller pieces cost a GEMM more than the gather they hide
 
 
-def gemm_all_reduce(comm: CommOverlap, gemm: PartialGemm, out: torch.Tensor, work: Callable[[], object] | None) -> None:
+def gemm_all_reduce(
+    comm: CommOverlap,
+    gemm: PartialGemm,
+    out: torch.Tensor,
+    work: Callable[[], object] | None,
+    fp8_format: torch.dtype | None = None,
+) -> None:
     """``out`` [T, N] = sum over ranks of ``gemm``.
 
     Args:
@@ -48,25 +56,28 @@ def gemm_all_reduce(comm: CommOverlap, gemm: PartialGemm, out: torch.Tensor, wor
         gemm: this rank's partial sum; its bias is added once.
         out: [T, N], contiguous.
         work: an independent GEMM that runs beside the (then only) all-gather.
+        fp8_format: of an FP8 GEMM: what its reduce-scatter moves with ``fp8_buf``.
     """
     pieces = _pieces(gemm.num_rows, 1 if work is not None else 2)
-    shard = _scatter(comm, gemm, pieces[0])
+    shard = _scatter(comm, gemm, pieces[0], fp8_format)
     for index, rows in enumerate(pieces):
         operation = comm.manager.operation(comm, _partition(comm, rows), scatter=False, beside=True)
         with open_gather(operation, shard) as gather:
             if index + 1 < len(pieces):
-                shard = _scatter(comm, gemm, pieces[index + 1])
+                shard = _scatter(comm, gemm, pieces[index + 1], fp8_format)
             elif work is not None:
                 gather.run_beside(work)
             gather.read(partial(_copy, out[rows]))
 
 
-def _scatter(comm: CommOverlap, gemm: PartialGemm, rows: slice) -> torch.Tensor:
-    addend = None if gemm.addend is None else gemm.addend[rows]
-    piece = PartialGemm([left[rows] for left in gemm.lefts], gemm.matrices, addend, gemm.bias)
+def _scatter(comm: CommOverlap, gemm: PartialGemm, rows: slice, fp8_format: torch.dtype | None) -> torch.Tensor:
+    piece = gemm.part(rows)
     partition = _partition(comm, rows)
     shard = gemm.empty(partition.counts[comm.manager.rank], gemm.width)
-    gemm_then_scatter(comm.manager.operation(comm, partition, scatter=True), piece, shard)
+    operation = comm.manager.operation(comm, partition, scatter=True, detail=agreed_detail())
+    if fp8_format is not None:
+        operation, piece = scatter_operation(operation, piece, fp8_format)
+    gemm_then_scatter(operation, piece, shard)
     return shard
 
 

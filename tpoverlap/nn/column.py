@@ -28,6 +28,7 @@ import torch
 
 from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.nn.agreement import agreed_detail
 from tpoverlap.nn.autograd import differentiable_once
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import LayerView, grads_of
@@ -69,7 +70,9 @@ class ColumnLinear(torch.autograd.Function):
         def keep(whole: torch.Tensor) -> None:
             gathered.append(whole.clone() if return_gathered else keepable(layer.manager, whole))
 
-        operation = layer.manager.operation(layer.fprop, partition, scatter=False, features=features)
+        operation = layer.manager.operation(
+            layer.fprop, partition, scatter=False, features=features, detail=agreed_detail()
+        )
         x_shard_t = x_shard_t.contiguous()  # saved like this, too: backward sends it again
         if operation.method == "sequential":
             # It claims no slot, so a peer that has left the collective may push its next operation over a view of one.

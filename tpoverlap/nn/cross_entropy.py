@@ -22,6 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tpoverlap.errors import ActiveShapeError, ConfigError
+from tpoverlap.nn.agreement import refuse, values_hash
 from tpoverlap.nn.vocab import vocabulary_rows
 from tpoverlap.nn.vocab_statistics import gather_statistics
 
@@ -58,7 +59,10 @@ def vocab_parallel_cross_entropy(
         reduction: "none" [T], "sum", or "mean" over the rows that are not ignored.
 
     Raises:
-        ActiveShapeError: shapes do not fit each other, or a target is outside the vocabulary (seen on the CPU only).
+        ActiveShapeError: shapes do not fit each other, or a target is outside the vocabulary. (On a GPU nobody waits to
+            look at targets: such a row's loss is NaN.)
+        RankMismatchError: ranks differ in T, in the vocabulary, or (on the CPU) in their targets; also where one rank
+            refuses its targets and others do not.
         ConfigError: an unknown ``reduction``.
     """
     if reduction not in REDUCTIONS:
@@ -74,7 +78,8 @@ def vocab_parallel_cross_entropy(
     if targets.device.type == "cpu":
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))]
         if wrong.numel():
-            raise ActiveShapeError(f"target {int(wrong[0])} is not among the vocabulary's {vocab_size} entries")
+            problem = f"target {int(wrong[0])} is not among the vocabulary's {vocab_size} entries"
+            refuse(manager, "cross entropy", targets, f"rank {manager.rank}: {problem}")
     losses: torch.Tensor = _CrossEntropy.apply(manager, logits, targets, vocabulary, ignore_index, vocab_size)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
@@ -96,8 +101,10 @@ class _CrossEntropy(torch.autograd.Function):
         vocab_size: int,
     ) -> torch.Tensor:
         own_maximum = logits.max(dim=1).values.float()
-        maximum = gather_statistics(manager, "maximum", own_maximum[None], vocab_size).amax(0)[0]
+        detail = values_hash(manager, "cross entropy", targets, vocab_size)
+        maximum = gather_statistics(manager, "maximum", own_maximum[None], detail).amax(0)[0]
         ignored = targets == ignore_index
+        illegal = ~ignored & ((targets < 0) | (targets >= vocab_size))
         columns = targets.long() - vocabulary.start
         elsewhere = ignored | (columns < 0) | (columns >= logits.shape[1])
         columns = columns.masked_fill(elsewhere, 0)
@@ -106,9 +113,9 @@ class _CrossEntropy(torch.autograd.Function):
             own[0, rows] = torch.sub(logits[rows].float(), maximum[rows, None]).exp_().sum(1)
         own[1] = logits.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0)
         sums = torch.zeros_like(own)
-        for part in gather_statistics(manager, "sums", own, vocab_size).unbind(0):
+        for part in gather_statistics(manager, "sums", own, detail).unbind(0):
             sums += part  # in rank order
-        log_sum = sums[0].log() + maximum
+        log_sum = (sums[0].log() + maximum).masked_fill_(illegal, torch.nan)  # its gradient is NaN, too
         ctx.save_for_backward(logits, log_sum, columns, elsewhere, ignored)
         return (log_sum - sums[1]).masked_fill(ignored, 0)
 

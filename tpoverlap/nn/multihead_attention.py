@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpoverlap.errors import ConfigError
+from tpoverlap.nn.agreement import agreeing_on
 from tpoverlap.nn.elementwise import HeadLayout
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.linear import Linear
 from tpoverlap.nn.parallel_layer import Output
-from tpoverlap.nn.parameters import InitMethod, describe_parameter, divided, resolve_manager
+from tpoverlap.nn.parameters import (
+    InitMethod,
+    describe_parameter,
+    divided,
+    require_positive,
+    require_ub_names,
+    resolve_manager,
+)
 from tpoverlap.nn.qkv_attention import qkv_attention
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.nn.sequences import CuSeqlens, PackedSequences, packed_sequences
@@ -94,6 +102,9 @@ class MultiheadAttention(torch.nn.Module):
         self.num_groups = divided("num_gqa_groups", groups, self.manager)
         _require_heads(hidden_size, num_attention_heads, groups, kv_channels, attention_dropout, attn_mask_type)
         self.head_dim = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        require_ub_names(ub_names, "QKV", "the projection")
+        if rotary_base is not None:
+            require_positive("rotary_base", rotary_base)
         if rotary_base is not None and self.head_dim % 2:
             raise ConfigError(f"rotary positions turn pairs of features, but a head has kv_channels={self.head_dim}")
         self._heads = HeadLayout(self.num_groups, self.num_heads // self.num_groups, self.head_dim)
@@ -163,13 +174,15 @@ class MultiheadAttention(torch.nn.Module):
             require_table(rotary_pos_emb, num_tokens, self.head_dim)
         projection = self.layernorm_qkv if self.layernorm_qkv is not None else self.qkv
         assert projection is not None, "one of the two was made"
-        mixed = projection(hidden_states, partition)
+        with agreeing_on(sequences.agreement):
+            mixed = projection(hidden_states, partition)
         normed: tuple[torch.Tensor, ...] = ()
         if self._returns_norm:
             mixed, *rest = mixed
             normed = tuple(rest)
         attended = self._attend(mixed, sequences, rotary_pos_emb)
-        y = self.proj(attended, partition)
+        with agreeing_on(sequences.agreement):  # without sequence parallelism the first that communicates
+            y = self.proj(attended, partition)
         if not normed:
             return y  # type: ignore[no-any-return]  # a module's call is untyped
         return (*y, *normed) if isinstance(y, tuple) else (y, *normed)

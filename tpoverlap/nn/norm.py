@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tpoverlap.errors import ConfigError
-from tpoverlap.nn.parameters import add_parameter
+from tpoverlap.nn.parameters import add_parameter, require_positive
 from tpoverlap.nn.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ class NormOptions:
     """Which norm, and its numbers.
 
     Raises:
-        ConfigError: ``normalization`` is neither "LayerNorm" nor "RMSNorm".
+        ConfigError: ``normalization`` is neither "LayerNorm" nor "RMSNorm", or ``eps`` is not above 0 and finite.
     """
 
     def __init__(self, width: int, eps: float, normalization: str, zero_centered_gamma: bool) -> None:
         if normalization not in NORMALIZATIONS:
             raise ConfigError(f"normalization={normalization!r} is not known; use one of {', '.join(NORMALIZATIONS)}")
+        require_positive("the norm's eps", eps)
         self.width, self.eps, self.normalization = width, eps, normalization
         self.zero_centered_gamma = zero_centered_gamma
 

@@ -11,6 +11,7 @@ from tpoverlap.errors import ConfigError
 from tpoverlap.gemm.fp8 import Fp8State
 from tpoverlap.nn.all_reduce import ColumnWhole, RowWhole
 from tpoverlap.nn.autograd import apply
+from tpoverlap.nn.fp8 import Fp8ColumnWhole, Fp8RowWhole, require_fp8_gemm
 from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.functional import all_gather_gemm, gemm_reduce_scatter
 from tpoverlap.nn.inputs import full_partition, require_matmul, require_output_width
@@ -85,11 +86,11 @@ class ParallelGemm:
         """(y [T, N], the gathered x [T, K] or None) of x [T_r, K], or of x [T, K] without sequence parallelism."""
         view = self._view(weight)
         if not self.sequence_parallel:
-            self._fp8_state()
             full_partition(view.fprop, x, partition)
             require_matmul(view.fprop, x, [weight])
             require_output_width(view.dgrad, weight.shape[1])
-            return _apply(ColumnWhole, view, x, weight, bias), x if return_gathered else None
+            y = _apply(ColumnWhole, Fp8ColumnWhole, view, self._fp8_state(), x, weight, bias)
+            return y, x if return_gathered else None
         result = all_gather_gemm(x, weight, view, bias, partition, return_gathered, self._fp8_state())
         return (result, None) if isinstance(result, torch.Tensor) else (result[0], result[1])
 
@@ -99,11 +100,10 @@ class ParallelGemm:
         """Y [T_r, N], or [T, N] without sequence parallelism, of x [T, K]."""
         view = self._view(weight)
         if not self.sequence_parallel:
-            self._fp8_state()
             full_partition(view.fprop, x, partition)
             require_matmul(view.fprop, x, [weight])
             require_output_width(view.fprop, weight.shape[0])
-            return _apply(RowWhole, view, x, weight, bias)
+            return _apply(RowWhole, Fp8RowWhole, view, self._fp8_state(), x, weight, bias)
         return gemm_reduce_scatter(x, weight, view, bias, partition, self._fp8_state())
 
     def backward_dw(self) -> None:
@@ -116,13 +116,7 @@ class ParallelGemm:
             self.delayed.run_oldest(self.ub_name)
 
     def _fp8_state(self) -> Fp8State | None:
-        state = None if self._fp8 is None else self._fp8.current()
-        if state is not None and not self.sequence_parallel:
-            raise ConfigError(
-                f"{self.ub_name}: FP8 needs sequence_parallel=True in this version; without it, switch FP8 off for "
-                "this layer with fp8_autocast(enabled=False)"
-            )
-        return state
+        return None if self._fp8 is None else self._fp8.current()
 
     def _view(self, weight: torch.Tensor) -> LayerView:
         if self._weight_grads.accumulate:
@@ -144,16 +138,21 @@ class ParallelGemm:
 
 def _apply(
     function: type[ColumnWhole | RowWhole],
+    in_fp8: type[Fp8ColumnWhole | Fp8RowWhole],
     view: LayerView,
+    state: Fp8State | None,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    y: torch.Tensor
+    # The operands' dtype was checked against the manager's; a GEMM that casts its output would not fit the buffers.
     if torch.is_autocast_enabled(x.device.type):
-        # The operands' dtype was checked against the manager's; a GEMM that casts its output would not fit the buffers.
         with torch.autocast(x.device.type, enabled=False):
-            y = apply(function, view, x, weight, bias)
-    else:
+            return _apply(function, in_fp8, view, state, x, weight, bias)
+    y: torch.Tensor
+    if state is None:
         y = apply(function, view, x, weight, bias)
+    else:
+        require_fp8_gemm(view, state, x, [weight])
+        y = apply(in_fp8, view, state, x, weight, bias)
     return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,21 @@ def resolve_manager(
     if tp_group is not None and tp_group is not resolved.group and getattr(tp_group, "get_group", None) is None:
         raise ConfigError("tp_group is not the group of the manager; pass the manager of that group as manager=")
     return resolved
+
+
+def require_positive(what: str, value: float) -> None:
+    """Raise ConfigError unless ``value`` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{what} must be a finite number above 0, got {value!r}")
+
+
+def require_ub_names(names: object, *roles: str) -> None:
+    """Raise ConfigError unless ``names`` is one name for each of ``roles`` (empty ones are refused elsewhere)."""
+    if not isinstance(names, tuple | list) or len(names) != len(roles):
+        raise ConfigError(
+            f"ub_names needs {len(roles)} names, those of {', '.join(roles)}, got {names!r}; "
+            f"a name that was not registered runs without overlap"
+        )
 
 
 def divided(what: str, size: int, manager: UserBufferManager) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tpoverlap.nn.elementwise.qkv_heads import rotate
+from tpoverlap.nn.parameters import require_positive
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,12 @@ class RotaryTable:
 
     @classmethod
     def of(cls, positions: Tensor, head_dim: int, base: float = 10_000.0) -> RotaryTable:
-        """Angles of ``positions`` [T] (`PackedSequences.positions`): pair i turns by position * base^(-2i/d)."""
+        """Angles of ``positions`` [T] (`PackedSequences.positions`): pair i turns by position * base^(-2i/d).
+
+        Raises:
+            ConfigError: ``base`` is not a finite number above 0.
+        """
+        require_positive("the base of rotary positions", base)
         exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
         angles = positions.to(torch.float32)[:, None] * base**-exponent
         return cls(angles.cos()[:, None, :], angles.sin()[:, None, :])

@@ -10,7 +10,7 @@ from tpoverlap.errors import ConfigError
 from tpoverlap.gemm.fp8 import Recipe
 from tpoverlap.nn.layer_norm_mlp import LayerNormMLP
 from tpoverlap.nn.multihead_attention import MultiheadAttention
-from tpoverlap.nn.parameters import InitMethod, resolve_manager
+from tpoverlap.nn.parameters import InitMethod, require_ub_names, resolve_manager
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.nn.sequences import CuSeqlens, PackedSequences
 from tpoverlap.tokens import TokenPartition
@@ -81,6 +81,7 @@ class TransformerLayer(torch.nn.Module):
         super().__init__()
         if hidden_dropout:
             raise ConfigError(f"hidden_dropout={hidden_dropout} is not supported; set it to 0")
+        require_ub_names(ub_names, "QKV", "the projection", "fc1", "fc2")
         self.manager = resolve_manager(manager, tp_group, tp_size)
         flags = (ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         if not ub_tp_comm_overlap:

@@ -16,7 +16,6 @@ ranks have one more). Losses: `vocab_parallel_cross_entropy`, which never gather
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.errors import ActiveShapeError, ConfigError
+from tpoverlap.nn.agreement import refuse, values_hash
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.parallel_gemm import ParallelGemm
 from tpoverlap.nn.parallel_layer import ParallelLayer
@@ -98,8 +98,9 @@ class VocabParallelEmbedding(torch.nn.Module):
         """Tokens [T] of all ranks, the same on each -> the embeddings of own rows, [T_r, H].
 
         Raises:
-            ActiveShapeError: ``tokens`` is not a 1-D integer tensor of the active T entries in the vocabulary (values
-                are looked at on the CPU only).
+            ActiveShapeError: ``tokens`` is not a 1-D integer tensor of the active T entries in the vocabulary. (On a
+                GPU nobody waits to look at values: a token outside the vocabulary has an embedding of NaN.)
+            RankMismatchError: on the CPU, ranks differ in their tokens; one rank refuses its tokens and others do not.
         """
         comm = self.comm.fprop
         resolved = self._require_tokens(tokens, partition)
@@ -124,9 +125,8 @@ class VocabParallelEmbedding(torch.nn.Module):
         if tokens.device.type == "cpu":
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.num_embeddings:
-                raise ActiveShapeError(
-                    f"{name}: tokens lie between {low} and {high}, the vocabulary has {self.num_embeddings} entries"
-                )
+                problem = f"tokens lie between {low} and {high}, the vocabulary has {self.num_embeddings} entries"
+                refuse(manager, self.comm.fprop.name, tokens, f"{name}, rank {manager.rank}: {problem}")
         return resolved
 
     def extra_repr(self) -> str:
@@ -149,10 +149,12 @@ class _Embed(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = tokens.long() - vocabulary.start
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
-        found = weight[rows.masked_fill(elsewhere, 0)].masked_fill_(elsewhere[:, None], 0)
+        nothing = torch.zeros_like(tokens, dtype=weight.dtype)
+        nothing.masked_fill_((tokens < 0) | (tokens >= vocab_size), torch.nan)
+        found = torch.where(elsewhere[:, None], nothing[:, None], weight[rows.masked_fill(elsewhere, 0)])
         out = found.new_empty(partition.counts[comm.manager.rank], weight.shape[1])
-        operation = comm.manager.operation(comm, partition, scatter=True, beside=True)
-        operation = replace(operation, detail=vocab_size)  # ranks that cut another vocabulary leave gaps
+        detail = values_hash(comm.manager, comm.name, tokens, vocab_size)  # another vocabulary would leave gaps
+        operation = comm.manager.operation(comm, partition, scatter=True, beside=True, detail=detail)
         scatter_beside(operation, found, lambda: None, out)
         ctx.comm, ctx.partition, ctx.num_rows = comm, partition, weight.shape[0]
         ctx.save_for_backward(rows.masked_fill_(elsewhere, weight.shape[0]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -27,6 +27,9 @@ from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_VARIANTS: Final = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -69,10 +72,23 @@ class OperationContext:
     overflow: bool = False
     own_rows: slice = field(init=False, repr=False)
     """This rank's rows."""
+    _variants: dict[tuple[tuple[str, object], ...], OperationContext] = field(
+        init=False, repr=False, default_factory=dict
+    )
     _outlines: dict[tuple[bool, int | None, Order], Outline] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.own_rows = self.partition.rows(self.rank)
+
+    def variant(self, **changes: Any) -> OperationContext:
+        """This operation with other fields; kept, like it."""
+        key = tuple(changes.items())
+        found = self._variants.get(key)
+        if found is None:
+            if len(self._variants) >= _VARIANTS:
+                self._variants.clear()  # a detail may be new each time
+            found = self._variants[key] = replace(self, **changes)
+        return found
 
     @property
     def uses_buffers(self) -> bool:

@@ -11,11 +11,9 @@ credits and descriptors are those of any other operation.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from tpoverlap.comm.descriptor import text_hash
+from tpoverlap.comm.descriptor import digest64
 from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.errors import CapacityError, ConfigError
 from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer
@@ -36,10 +34,13 @@ FP8_TAGS = ("", _SCALES, *_TAGS.values(), *(f"{tag}-rows" for tag in _TAGS.value
 def gather_operation(operation: OperationContext, quantizer: Quantizer) -> OperationContext:
     """``operation``, an all-gather, with the FP8 rows that ``quantizer`` makes.
 
-    Ranks under different recipes would read one another's rows with the wrong scale: they have to agree on it.
+    Ranks under different recipes, or delayed scaling's histories, would read one another's rows with the wrong scale:
+    they have to agree on both.
     """
     _require_method(operation)
-    return replace(operation, tag=_TAGS[quantizer.dtype], dtype=torch.uint8, detail=text_hash(repr(quantizer.recipe)))
+    return operation.variant(
+        tag=_TAGS[quantizer.dtype], dtype=torch.uint8, detail=digest64(operation.detail, quantizer.agreement)
+    )
 
 
 def scatter_operation(
@@ -53,9 +54,8 @@ def scatter_operation(
     # Only where the name is configured as a reduce-scatter: the key of an all-gather name speaks of its gather.
     configured = operation.config.is_reduce_scatter and operation.config.fp8_buf
     if not configured or operation.method not in FP8_SCATTERS:
-        return replace(operation, tag=_TAGS[dtype], column_granule=ALIGNMENT), gemm
-    packed = replace(
-        operation,
+        return operation.variant(tag=_TAGS[dtype], column_granule=ALIGNMENT), gemm
+    packed = operation.variant(
         tag=f"{_TAGS[dtype]}-rows",
         dtype=torch.uint8,
         column_granule=ALIGNMENT,
@@ -140,8 +140,7 @@ def put_together(operation: OperationContext, values: torch.Tensor, partition: T
             f"{operation.name}: row-wise scales of T={partition.total} do not fit the {region.slot_bytes} bytes that "
             "the manager's capacity gave them; use a larger capacity_shape, or a per-tensor recipe"
         )
-    context = replace(
-        operation,
+    context = operation.variant(
         tag=_SCALES,
         method="sequential" if operation.method == "sequential" else "bulk",
         region=SCALES_REGION,

@@ -69,6 +69,10 @@ class QuantizedTensor:
         """Whether every row has its own scale. (A row-wise tensor of one row is the same as a per-tensor one.)"""
         return self.scale.shape[0] != 1
 
+    def rows(self, rows: slice) -> QuantizedTensor:
+        """Some of the rows, without a copy."""
+        return QuantizedTensor(self.data[rows], self.scale[rows] if self.is_rowwise else self.scale, self.dtype)
+
     def dequantize(self) -> torch.Tensor:
         """[rows, columns] in the original dtype, rounded once."""
         return operations_on(self.data.device).dequantize(self.data, self.scale, self.dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.gemm.fp8 import plain
+from tpoverlap.gemm.fp8.agreement import Agreement
 from tpoverlap.gemm.fp8.quantize import (
     QuantizedTensor,
     quantize,
@@ -47,10 +48,18 @@ class Quantizer(torch.nn.Module):
         self.is_delayed = isinstance(recipe, DelayedScaling)
         self.is_rowwise = isinstance(recipe, Float8RowwiseScaling)
         self.rule = _rule(recipe, self.dtype)
+        self._agreement = Agreement(recipe)
         if isinstance(recipe, DelayedScaling):
             history = torch.zeros(recipe.amax_history_len, dtype=torch.float32, device=device)
             self.register_buffer("amax_history", history)
             self.register_buffer("scale", torch.ones(1, 1, dtype=torch.float32, device=device))
+
+    @property
+    def agreement(self) -> int:
+        """What ranks compare before they use the scale of a tensor that travels. See `Agreement`."""
+        if self.is_delayed:
+            return self._agreement.value(self.amax_history, self.scale)
+        return self._agreement.value()
 
     def measure(self, x: torch.Tensor) -> torch.Tensor:
         """The magnitude of ``x``, for other ranks: float32 [1, 1]."""
@@ -95,12 +104,14 @@ class Quantizer(torch.nn.Module):
         """
         recipe = self.recipe
         assert isinstance(recipe, DelayedScaling), "only delayed scaling has a history"
+        known = self._agreement.knows(self.amax_history, self.scale)
         newest = amax.max().reshape(1)
         newest = torch.where(torch.isfinite(newest), newest, torch.zeros_like(newest))
         self.amax_history.copy_(torch.cat([newest, self.amax_history[:-1]]))
         chosen = self.amax_history.max() if recipe.amax_compute_algo == "max" else self.amax_history[0]
         fresh = plain.scale_of(chosen.reshape(1, 1), self.rule)
         self.scale.copy_(torch.where(chosen > 0, fresh, self.scale))
+        self._agreement.written(self.amax_history, self.scale, known=known)
 
     def _apply(self, fn: object, recurse: bool = True) -> Quantizer:
         """``module.to(bfloat16)`` moves the buffers, but keeps them float32."""

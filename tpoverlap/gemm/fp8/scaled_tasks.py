@@ -80,6 +80,12 @@ class ScaledPartialGemm(PartialGemm):
         """Room for a part of the result."""
         return self.lefts[0].new_empty(num_rows, width, dtype=self.dtype)
 
+    def part(self, rows: slice) -> ScaledPartialGemm:
+        """The same GEMM of some of the rows."""
+        terms = [(left.rows(rows), weight) for left, weight in self.terms]
+        addend = None if self.addend is None else self.addend[rows]
+        return ScaledPartialGemm(terms=terms, addend=addend, bias=self.bias, fast_accumulation=self.fast_accumulation)
+
     def _compute(self, rows: slice, columns: slice, out: torch.Tensor, owned: bool) -> None:
         if out.shape[0] == 0:
             return

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.gemm import PartialGemm
 from tpoverlap.gemm.fp8 import Fp8State, QuantizedTensor, ScaledPartialGemm, ScaledRowGemm
+from tpoverlap.nn.agreement import agreed_detail
 from tpoverlap.nn.column import ColumnBackward, saves_gathered
 from tpoverlap.nn.fp8.wgrad import WgradOperand, fp8_weight_grad
 from tpoverlap.nn.inputs import keepable
@@ -58,7 +59,7 @@ class Fp8ColumnLinear(torch.autograd.Function):
         weights, biases = [w for w in parameters[:num_weights] if w is not None], parameters[num_weights:]
         needs_x, needs_weights = ctx.needs_input_grad[4], any(ctx.needs_input_grad[6 : 6 + num_weights])
         # Evidence about methods by T is measured in other dtypes: no features, so that it is not asked.
-        operation = layer.manager.operation(layer.fprop, partition, scatter=False)
+        operation = layer.manager.operation(layer.fprop, partition, scatter=False, detail=agreed_detail())
         operation = gather_operation(operation, fp8.input)
         quantised = [fp8.quantized_weight(index, weight, transposes=needs_x) for index, weight in enumerate(weights)]
         shard = QuantizedShard(operation, fp8.input, x_shard_t, record=fp8.training)

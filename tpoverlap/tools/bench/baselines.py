@@ -17,8 +17,8 @@ from tpoverlap.tools.bench.session import Session
 Run = Callable[[], torch.Tensor]
 
 # Newer torch renamed them and warns about the old names, at every call.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def even_rows(row: GemmRow, tp_size: int) -> int:
@@ -29,17 +29,17 @@ def even_rows(row: GemmRow, tp_size: int) -> int:
 def collective(session: Session, row: GemmRow, x: torch.Tensor) -> Run:
     """The plain collective alone. ``x``: [T_r, K] to gather, or [T, N] to reduce and scatter; equal shards."""
 
-    def gather() -> torch.Tensor:
+    def gather_alone() -> torch.Tensor:
         whole = x.new_empty(x.shape[0] * session.tp_size, x.shape[1])
-        _gather(whole, x, group=session.group)
+        gather(whole, x, group=session.group)
         return whole
 
-    def scatter() -> torch.Tensor:
+    def scatter_alone() -> torch.Tensor:
         own = x.new_empty(x.shape[0] // session.tp_size, x.shape[1])
-        _scatter(own, x, group=session.group)
+        scatter(own, x, group=session.group)
         return own
 
-    return gather if row.direction == "ag" else scatter
+    return gather_alone if row.direction == "ag" else scatter_alone
 
 
 def plain_sequential(session: Session, row: GemmRow, x: torch.Tensor, weight: torch.Tensor) -> Run:
@@ -48,13 +48,13 @@ def plain_sequential(session: Session, row: GemmRow, x: torch.Tensor, weight: to
 
     def gather_then_gemm() -> torch.Tensor:
         whole = x.new_empty(x.shape[0] * size, x.shape[1])
-        _gather(whole, x, group=group)
+        gather(whole, x, group=group)
         return torch.mm(whole, weight.t())
 
     def gemm_then_scatter() -> torch.Tensor:
         summand = torch.mm(x, weight.t())
         own = summand.new_empty(summand.shape[0] // size, summand.shape[1])
-        _scatter(own, summand, group=group)
+        scatter(own, summand, group=group)
         return own
 
     return gather_then_gemm if row.direction == "ag" else gemm_then_scatter

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from tpoverlap.tools.bench.job import BenchJob
+    from tpoverlap.tools.bench.job import BenchJob, Numbers
     from tpoverlap.tools.bench.report import BenchReport
 
 _SUITES = ("gemm", "dynamic", "host", "layers")
@@ -36,6 +36,12 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--only-direction", "direction", type=click.Choice(["ag", "rs"]), help="Leave the other one out.")
 @click.option("--tokens", metavar="T,T,...", help="Token counts instead of the suite's own.")
 @click.option("--shape", "shapes", metavar="TxKxN", multiple=True, help="Shapes instead of the suite's own.")
+@click.option(
+    "--numbers",
+    type=click.Choice(["bfloat16", "fp8"]),
+    multiple=True,
+    help="What suite gemm multiplies; one or both. On CPUs bfloat16 is float32.  [default: bfloat16]",
+)
 @click.option("--quick", is_flag=True, help="Fewer shapes.")
 @click.option("--rounds", type=_POSITIVE, default=5, show_default=True, help="Interleaved rounds; the median counts.")
 @click.option(
@@ -68,6 +74,7 @@ def bench(
     direction: str | None,
     tokens: str | None,
     shapes: tuple[str, ...],
+    numbers: tuple[Numbers, ...],
     json_path: Path | None,
     plot_path: Path | None,
     **settings: Any,
@@ -94,6 +101,7 @@ def bench(
         parse_tokens,
         ranks_of,
         require_files,
+        require_numbers,
         unique,
     )
     from tpoverlap.tools.bench.suites import load_suite
@@ -105,6 +113,7 @@ def bench(
         before = _changed_at(json_path)
         tp_size, ranks_per_host = ranks_of(tp, os.environ)
         device_type, num_gpus = device_of(device)
+        require_numbers(numbers, suites or ("gemm",), device_type)
         job = BenchJob(
             suites=unique(suites or ("gemm",)),
             device_type=device_type,
@@ -114,6 +123,7 @@ def bench(
             directions=tuple(one for one in DIRECTIONS if direction in (None, one)),
             tokens=parse_tokens(tokens) if tokens is not None else (),
             shapes=tuple(parse_shape(shape) for shape in shapes),
+            numbers=unique(numbers or ("bfloat16",)),
             json_path=None if json_path is None else str(json_path),
             **settings,
         )
@@ -149,6 +159,7 @@ def _where(job: BenchJob) -> dict[str, Any]:
     return environment() | {
         "device": job.device_type,
         "dtype": str(job.dtype).removeprefix("torch."),
+        "numbers": list(job.numbers),
         "tp_size": job.tp_size,
         "ranks_share_gpus": job.shares_gpus,
         "rounds": job.rounds,

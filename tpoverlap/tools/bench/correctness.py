@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tpoverlap.testing.numeric import FLOAT32_FLOOR, relative_error
+from tpoverlap.tools.bench.fp8_rows import Fp8Row
 from tpoverlap.tools.bench.rows import GemmRow
 from tpoverlap.tools.bench.session import Session
 
@@ -18,14 +19,20 @@ TWIN_FACTOR = 1.25
 class Reference:
     """All T rows of a row's output, wide, and a twin of the same dtype that went through plain collectives.
 
-    The twin is not our `sequential`: it shares no code with what is judged. float32 is judged against float64.
+    The twin is not our `sequential`: it shares no code with what is judged. float32 is judged against float64. An FP8
+    row is judged by the numbers that its FP8 operands stand for.
     """
 
-    def __init__(self, session: Session, row: GemmRow, x: torch.Tensor, weight: torch.Tensor) -> None:
+    def __init__(
+        self, session: Session, row: GemmRow, x: torch.Tensor, weight: torch.Tensor, fp8: Fp8Row | None = None
+    ) -> None:
         wide = torch.float64 if x.dtype == torch.float32 else torch.float32
         self.num_tokens = row.num_tokens
-        self.rows = torch.mm(x.to(wide), weight.to(wide).t())
-        self._twin = torch.mm(x, weight.t())
+        if fp8 is None:
+            self.rows = torch.mm(x.to(wide), weight.to(wide).t())
+            self._twin = torch.mm(x, weight.t())
+        else:
+            self.rows, self._twin = fp8.wide(wide), fp8.multiplied()
         if row.direction == "rs":
             summands = self._twin.to(wide)  # each rounded once, as it travels; the sum is rounded once more
             dist.all_reduce(self.rows, group=session.group)

@@ -6,17 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from tpoverlap.errors import BackendUnavailableError, ConfigError
+from tpoverlap.gemm.fp8 import require_device
 from tpoverlap.tools.train.outputs import require_writable
 from tpoverlap.tools.train.worker import torchrun_rank
 
 Direction = Literal["ag", "rs"]
 DIRECTIONS: tuple[Direction, ...] = ("ag", "rs")
 DEFAULT_TP_SIZE = 2
+Name = TypeVar("Name", bound=str)
+Numbers = Literal["bfloat16", "fp8"]
+"""What a row multiplies: the run's dtype (float32 on CPUs), or FP8."""
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
@@ -34,6 +38,7 @@ class BenchJob:
         queued_operations: operations queued behind a delay kernel, a round.
         minutes: no row is begun after so long; None: all rows.
         timeout_s: bound of every wait for a peer.
+        numbers: of the gemm suite's rows: "bfloat16" (what `dtype` is) and "fp8", in this order.
         json_path: rewritten after every row; None: no file.
     """
 
@@ -51,6 +56,7 @@ class BenchJob:
     minutes: float | None = None
     timeout_s: float = 60.0
     json_path: str | None = None
+    numbers: tuple[Numbers, ...] = ("bfloat16",)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,6 +107,16 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+def require_numbers(numbers: Sequence[str], suites: Sequence[str], device_type: str) -> None:
+    """Raise ConfigError where FP8 rows were asked for that cannot be."""
+    if "fp8" not in numbers:
+        return
+    if "gemm" not in suites:
+        raise ConfigError("--numbers fp8 is about suite gemm (suite layers has FP8 rows of its own): add --suite gemm")
+    if device_type == "cuda":
+        require_device(torch.device("cuda", 0))
+
+
 def require_files(json_path: Path | None, plot_path: Path | None) -> None:
     """Raise ConfigError unless both can be written and are two files."""
     for option, path in (("--json", json_path), ("--plot", plot_path)):
@@ -138,6 +154,6 @@ def device_of(wanted: str) -> tuple[Literal["cpu", "cuda"], int]:
     return "cpu", 0
 
 
-def unique(names: Sequence[str]) -> tuple[str, ...]:
+def unique(names: Sequence[Name]) -> tuple[Name, ...]:
     """Each once, in the order given."""
     return tuple(dict.fromkeys(names))

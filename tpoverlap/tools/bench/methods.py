@@ -60,6 +60,7 @@ class Methods:
         session: gives group, device, dtype and time-out.
         max_tokens: (direction, width) -> the most tokens of that width.
         labels: methods to register; None: all that this release runs.
+        fp8: whether FP8 rows run, too.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class Methods:
         session: Session,
         max_tokens: Mapping[tuple[Direction, int], int],
         labels: tuple[str, ...] | None = None,
+        fp8: bool = False,
     ) -> None:
         self._session = session
         self._max_tokens = dict(max_tokens)
-        self._labels = labels
+        self._labels, self._fp8 = labels, fp8
         self.manager = self._make()
 
     def _make(self) -> tpo.UserBufferManager:
@@ -97,6 +99,7 @@ class Methods:
             device=session.device,
             ub_cfgs=configs,
             timeout_s=session.job.timeout_s,
+            quantization_modes=["none", "fp8"] if self._fp8 else None,
         )
         for label, direction, width, tokens in names:
             manager.register(_layer_name(label, direction, width), width, max_tokens=tokens)
@@ -107,7 +110,13 @@ class Methods:
         return self.manager.layer(_layer_name(label, direction, width), row=direction == "rs")
 
     def prepare(
-        self, label: str, row: GemmRow, x: torch.Tensor, weight: torch.Tensor, partition: TokenPartition
+        self,
+        label: str,
+        row: GemmRow,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        partition: TokenPartition,
+        fp8: tpo.Fp8State | None = None,
     ) -> Callable[[], torch.Tensor]:
         """One operation as users write it, and nothing else: ``x`` is [T_r, K] of an AG row, [T, K] of an RS row.
 
@@ -115,8 +124,8 @@ class Methods:
         """
         layer = self.layer(label, row.direction, row.width)
         if row.direction == "rs":
-            return lambda: tpo.gemm_reduce_scatter(x, weight, layer, partition=partition)
-        return lambda: cast("torch.Tensor", tpo.all_gather_gemm(x, weight, layer, partition=partition))
+            return lambda: tpo.gemm_reduce_scatter(x, weight, layer, partition=partition, fp8=fp8)
+        return lambda: cast("torch.Tensor", tpo.all_gather_gemm(x, weight, layer, partition=partition, fp8=fp8))
 
     def explain(self, label: str, row: GemmRow) -> str:
         """What the manager says about this name at this T."""

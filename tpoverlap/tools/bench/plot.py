@@ -28,7 +28,8 @@ _STYLES: dict[str, tuple[str, str]] = {
 def draw(path: Path, report: BenchReport) -> bool:
     """Draw the shape with the most T of each direction into the PNG ``path``; False where there is no gemm row."""
     rows = report.rows_of("gemm")
-    panels = [(direction, chosen) for direction in ("ag", "rs") if (chosen := sweep(rows, direction))]
+    kinds = [(direction, fp8) for fp8 in (False, True) for direction in ("ag", "rs")]
+    panels = [(direction, chosen) for direction, fp8 in kinds if (chosen := sweep(rows, direction, fp8))]
     if not panels:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -46,9 +47,10 @@ def draw(path: Path, report: BenchReport) -> bool:
     return True
 
 
-def sweep(rows: Sequence[Row], direction: str) -> list[Row]:
+def sweep(rows: Sequence[Row], direction: str, fp8: bool = False) -> list[Row]:
     """Rows of the (K, N) that was measured at the most T, by T."""
     mine = [row for row in rows if row["direction"] == direction and row["measured"]]
+    mine = [row for row in mine if (row.get("numbers") == "fp8") == fp8]
     if not mine:
         return []
     ((features, _),) = Counter((row["in_features"], row["out_features"]) for row in mine).most_common(1)
@@ -77,6 +79,7 @@ def _panel(axes: Any, direction: str, rows: list[Row]) -> None:
         axes.plot(*zip(*limit, strict=True), label="limit: max(GEMM, transfer)", color="#ee3333", linestyle="--")
     first = rows[0]
     what = "all-gather + GEMM" if direction == "ag" else "GEMM + reduce-scatter"
+    what += " in FP8" if first.get("numbers") == "fp8" else ""
     axes.set_title(f"{what}, K = {first['in_features']}, N = {first['out_features']}", fontsize="medium")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

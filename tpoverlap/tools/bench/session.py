@@ -73,6 +73,8 @@ class Operands:
 
         self._shared = draw(activation_elements, 1)
         self._own = draw(activation_elements, 2 + session.rank)
+        # The largest magnitude is the same at every T, so that rows padded in FP8 have the scale of those that are not.
+        self._shared[0] = self._own[0] = 8.0
         self._weights = draw(weight_elements, 1002 + session.rank) / 64
 
     def activation(self, rows: int, width: int) -> torch.Tensor:

@@ -100,10 +100,13 @@ def summarise_gemm(rows: Sequence[Row]) -> Row:
     means: dict[str, dict[str, float | None]] = {}
     judged: list[Row] = []
     mode = rules["limit"]["modes"][0]
-    for direction in ("ag", "rs"):
-        chosen = [row for row in rows if row["direction"] == direction and _is_limit_row(row)]
+    kinds = dict.fromkeys((row["direction"], row.get("numbers") == "fp8") for row in rows)
+    for direction, fp8 in (("ag", False), ("rs", False), *(kind for kind in kinds if kind[1])):
+        kind = f"{direction} fp8" if fp8 else direction
+        mine = [row for row in rows if (row["direction"], row.get("numbers") == "fp8") == (direction, fp8)]
+        chosen = [row for row in mine if _is_limit_row(row)]
         labels = dict.fromkeys(label for row in chosen for label in row["methods"])
-        means[direction] = {
+        means[kind] = {
             label: geometric_mean(
                 value
                 for row in chosen
@@ -111,9 +114,9 @@ def summarise_gemm(rows: Sequence[Row]) -> Row:
             )
             for label in labels
         }
-        mean = means[direction].get(rules["method"])
+        mean = means[kind].get(rules["method"])
         if mean is not None:
-            judged += _at_least(f"geometric mean {direction}", mode, mean, rules["limit"]["geometric_mean"][direction])
+            judged += _at_least(f"geometric mean {kind}", mode, mean, rules["limit"]["geometric_mean"][direction])
     if not any(row["targets"] for row in rows):
         judged = []  # another machine than the targets are for
     missed = [f"{row['label']}: {describe(one)}" for row in rows for one in row["targets"] if not one["passed"]]

@@ -12,6 +12,7 @@ from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.bench import baselines
 from tpoverlap.tools.bench.baselines import PlainTransfer, Run
 from tpoverlap.tools.bench.correctness import TWIN_FACTOR, Reference
+from tpoverlap.tools.bench.fp8_rows import NO_ASYNC_TP, NO_FUSED, Fp8Row, runnable_in_fp8
 from tpoverlap.tools.bench.methods import AUTO, Methods, method_labels, runnable, why_no_kernels
 from tpoverlap.tools.bench.rows import GemmRow
 from tpoverlap.tools.bench.session import Operands, Session
@@ -22,8 +23,9 @@ PUSH: Final = "transfer alone, push"
 PULL: Final = "transfer alone, pull"
 PLAIN: Final = "plain sequential"
 ASYNC_TP: Final = "torch async-TP"
+QUANTISATION: Final = "quantisation alone"
 PADDED: Final = "padded to capacity"
-ALONE: Final = (GEMM, COLLECTIVE, PUSH, PULL)
+ALONE: Final = (GEMM, QUANTISATION, COLLECTIVE, PUSH, PULL)
 
 Kind = Literal["ours", "baseline"]
 
@@ -78,15 +80,33 @@ class RowInputs:
         self.first_row = 0 if row.direction == "ag" else own.start
 
 
+def fp8_row(session: Session, operands: Operands, row: GemmRow) -> Fp8Row | None:
+    """The FP8 operands of an FP8 row, else None."""
+    inputs = RowInputs(session, operands, row, row.num_tokens)
+    return Fp8Row(inputs.x_all, inputs.weight) if row.is_fp8 else None
+
+
 def build_variants(
-    session: Session, operands: Operands, methods: Methods, row: GemmRow, labels: tuple[str, ...] | None = None
+    session: Session,
+    operands: Operands,
+    methods: Methods,
+    row: GemmRow,
+    labels: tuple[str, ...] | None = None,
+    fp8: Fp8Row | None = None,
 ) -> list[Variant]:
-    """Every method and baseline of ``row`` with a result to check, or those of ``labels``."""
+    """Every method and baseline of ``row`` with a result to check, or those of ``labels``; ``fp8``: of an FP8 row."""
     inputs = RowInputs(session, operands, row, row.num_tokens)
     even = RowInputs(session, operands, row, baselines.even_rows(row, session.tp_size))
 
     def ours(label: str, at: RowInputs) -> Callable[[], Run]:
+        if fp8 is not None:
+            return lambda: methods.prepare(label, row, at.x, fp8.weight, at.partition, fp8.state)
         return lambda: methods.prepare(label, row, at.x, at.weight, at.partition)
+
+    def plain() -> Run:
+        if fp8 is not None:
+            return fp8.plain_sequential(session, row, even.x)
+        return baselines.plain_sequential(session, row, even.x, even.weight)
 
     # NCCL and async-TP round after every addition, R - 1 times, where the twin rounds the sum once.
     baseline_factor = TWIN_FACTOR * (session.tp_size - 1 if row.direction == "rs" else 1)
@@ -96,7 +116,7 @@ def build_variants(
             Variant(
                 PLAIN,
                 "baseline",
-                lambda: baselines.plain_sequential(session, row, even.x, even.weight),
+                plain,
                 even.first_row,
                 baseline_factor,
                 uses_manager=False,
@@ -104,12 +124,12 @@ def build_variants(
         )
     variants += [
         Variant(label, "ours", ours(label, inputs), inputs.first_row)
-        for label in method_labels(row.direction, session.tp_size, runnable(session.device.type))
+        for label in method_labels(row.direction, session.tp_size, _supported(session, row))
     ]
     if row.capacity_tokens > row.num_tokens:
         padded = RowInputs(session, operands, row, row.capacity_tokens)
         variants.append(Variant(PADDED, "baseline", ours(AUTO, padded), padded.first_row))
-    if baselines.why_no_async_tp(session, row) is None:
+    if why_no_async_tp(session, row) is None:
         variants.append(
             Variant(
                 ASYNC_TP,
@@ -121,6 +141,16 @@ def build_variants(
             )
         )
     return [variant for variant in variants if labels is None or variant.label in labels]
+
+
+def _supported(session: Session, row: GemmRow) -> frozenset[str]:
+    methods = runnable(session.device.type)
+    return runnable_in_fp8(methods) if row.is_fp8 else methods
+
+
+def why_no_async_tp(session: Session, row: GemmRow) -> str | None:
+    """Why torch's async-TP is not beside this row."""
+    return NO_ASYNC_TP if row.is_fp8 else baselines.why_no_async_tp(session, row)
 
 
 def check(session: Session, methods: Methods, variants: list[Variant], reference: Reference) -> Checked:
@@ -153,27 +183,42 @@ def _try(session: Session, variant: Variant, reference: Reference) -> tuple[floa
         return float("nan"), f"{type(error).__name__}: {str(error)[:500]}", True
 
 
-def add_alone(session: Session, operands: Operands, transfer: PlainTransfer, row: GemmRow, checked: Checked) -> None:
-    """The parts alone: GEMM, collective, plain transfer. Adds runs, or reasons why there is none. Collective."""
+def add_alone(
+    session: Session,
+    operands: Operands,
+    transfer: PlainTransfer,
+    row: GemmRow,
+    checked: Checked,
+    fp8: Fp8Row | None = None,
+) -> None:
+    """The parts alone: GEMM, quantisation, collective, plain transfer. Adds runs, or why there is none. Collective."""
     inputs = RowInputs(session, operands, row, row.num_tokens)
     even = RowInputs(session, operands, row, baselines.even_rows(row, session.tp_size))
     weight = inputs.weight
     full = inputs.x_all
-    checked.runs[GEMM] = lambda: torch.mm(full, weight.t())
+    if fp8 is None:
+        checked.runs[GEMM] = lambda: torch.mm(full, weight.t())
+    else:
+        checked.runs[GEMM] = fp8.multiplied
+        checked.runs[QUANTISATION] = fp8.quantisation(inputs.x)
     for label in (COLLECTIVE, PLAIN):
         if (reason := baselines.why_no_nccl(session)) is not None:
             checked.skipped[label] = reason
     if COLLECTIVE not in checked.skipped:
         scattered = even.x if row.direction == "ag" else operands.activation(even.partition.total, row.width)
+        scattered = scattered if fp8 is None else fp8.sent(row, scattered)
         checked.runs[COLLECTIVE] = baselines.collective(session, row, scattered)
-    if (reason := baselines.why_no_async_tp(session, row)) is not None:
+    if (reason := why_no_async_tp(session, row)) is not None:
         checked.skipped[ASYNC_TP] = reason
     if (reason := why_no_kernels(session.device.type)) is not None:
         checked.skipped["fused"] = reason
+    elif "fused" not in _supported(session, row):
+        checked.skipped["fused"] = NO_FUSED
     if transfer.reason is not None:
         checked.skipped[PUSH] = transfer.reason
         return
     source = operands.activation(row.num_tokens, row.width)  # the same on every rank, so that arrivals can be compared
+    source = source if fp8 is None else fp8.sent(row, source)
     push = transfer.push(row, source)
     push()
     session.barrier()

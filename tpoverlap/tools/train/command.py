@@ -106,8 +106,15 @@ def _layers(given: tuple[int | str, ...]) -> tuple[int, LayerStyle]:
     show_default=True,
     help="Microbatches of different T a step, in 1F1B order: up to four in flight.",
 )
+@click.option(
+    "--fp8",
+    type=click.Choice(["current", "delayed", "rowwise"]),
+    is_flag=False,
+    flag_value="current",
+    help="The layers' GEMMs and gathers in FP8 by this recipe; with --layers te-style.  [no value: current]",
+)
 @click.option("--heads", type=_POSITIVE, default=8, show_default=True)
-@click.option("--ffn", type=_POSITIVE, default=688, show_default=True)
+@click.option("--ffn", type=_POSITIVE, default=768, show_default=True)
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=1e-3, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Of weights and document order.")
 @click.option(
@@ -199,13 +206,14 @@ def _run(job: TrainJob, corpus: Corpus, rank: int | None, *, check: bool, consol
             return Report(job, corpus, outcome, None, None)
         reference_losses, reference_gradients = _reference(job, on_progress)
     losses = [record.loss for record in outcome.steps]
-    verdict = judge(losses, reference_losses, outcome.first_gradients, reference_gradients, job.dtype_name)
+    verdict = judge(losses, reference_losses, outcome.first_gradients, reference_gradients, job.numbers)
     return Report(job, corpus, outcome, reference_losses, verdict)
 
 
 def _reference(job: TrainJob, on_progress: ProgressListener) -> tuple[tuple[float, ...], dict[str, Any]]:
     import torch
 
+    from tpoverlap.tools.train.fp8 import RECIPES, Fp8Linears
     from tpoverlap.tools.train.job import Progress
     from tpoverlap.tools.train.reference import run_reference
     from tpoverlap.tools.train.weights import full_weights
@@ -222,6 +230,7 @@ def _reference(job: TrainJob, on_progress: ProgressListener) -> tuple[tuple[floa
             dtype=job.dtype,
             learning_rate=job.learning_rate,
             microbatches=job.microbatches,
+            fp8=None if job.fp8 is None else Fp8Linears(RECIPES[job.fp8], job.tp_size),
             on_step=lambda index: on_progress(Progress("reference", index + 1, len(job.step_groups))),
         )
     finally:
@@ -240,7 +249,7 @@ def _finish(report: Report, console: Console, json_path: Path | None, plot_path:
         from tpoverlap.tools.train.plot import draw
 
         job = report.job
-        title = f"tpoverlap train: tp {job.tp_size} on {job.device_type}, {job.dtype_name}, method {job.method}"
+        title = f"tpoverlap train: tp {job.tp_size} on {job.device_type}, {job.numbers}, method {job.method}"
         draw(plot_path, report.outcome.steps, report.reference_losses, job.capacity_tokens, title)
     show(console, report)
     for path in (json_path, plot_path):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DType = Literal["float32", "bfloat16"]
+Fp8Name = Literal["current", "delayed", "rowwise"]
 LayerStyle = Literal["plain", "te-style"]
 BackwardMode = Literal["auto", "bulk", "rs_dgrad"]
 
@@ -26,6 +27,7 @@ class TrainJob:
     Attributes:
         steps: microbatches; ``microbatches`` of them, one after another, make a step.
         layer_style: which decoder, "plain" or "te-style". backward_mode: see `methods.choose`.
+        fp8: recipe of the layers' GEMMs (`fp8.RECIPES`); None: ``dtype_name``. Embedding, norms and head stay in that.
         compare_steps: steps of ``--compare``, 0 for none; the first ones of ``steps``.
         want_gradients: gather every gradient of the first step, for ``--check-reference``.
         timeout_s: a rank that is silent for so long has hung.
@@ -50,6 +52,7 @@ class TrainJob:
     layer_style: LayerStyle = "plain"
     backward_mode: BackwardMode = "auto"
     microbatches: int = 1
+    fp8: Fp8Name | None = None
 
     @property
     def step_groups(self) -> tuple[tuple[StepPlan, ...], ...]:
@@ -60,6 +63,11 @@ class TrainJob:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.dtype_name == "float32" else torch.bfloat16
+
+    @property
+    def numbers(self) -> str:
+        """What decides how far two runs may differ: the dtype, after "fp8" where layers run in it."""
+        return self.dtype_name if self.fp8 is None else f"fp8 {self.dtype_name}"
 
     @property
     def shares_gpus(self) -> bool:

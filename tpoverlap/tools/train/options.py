@@ -10,9 +10,11 @@ from typing import Literal
 import torch
 
 from tpoverlap.errors import BackendUnavailableError, ConfigError
+from tpoverlap.gemm.fp8 import require_output_dtype
 from tpoverlap.tools.train.batching import plan_steps
 from tpoverlap.tools.train.corpus import Corpus, read_corpus
-from tpoverlap.tools.train.job import BackwardMode, DType, LayerStyle, TrainJob
+from tpoverlap.tools.train.fp8 import require_fp8
+from tpoverlap.tools.train.job import BackwardMode, DType, Fp8Name, LayerStyle, TrainJob
 from tpoverlap.tools.train.methods import choose
 from tpoverlap.tools.train.outputs import require_writable
 from tpoverlap.tools.train.weights import ModelConfig
@@ -45,6 +47,7 @@ class TrainOptions:
     layer_style: LayerStyle = "plain"
     backward_mode: BackwardMode = "auto"
     pipeline_microbatches: int = 1
+    fp8: Fp8Name | None = None
 
 
 def make_job(options: TrainOptions, environ: Mapping[str, str]) -> tuple[TrainJob, Corpus]:
@@ -64,6 +67,11 @@ def make_job(options: TrainOptions, environ: Mapping[str, str]) -> tuple[TrainJo
     choose(options.method, options.backward_mode)
     device_type, num_gpus = _device(options.device)
     dtype: DType = options.dtype or ("float32" if device_type == "cpu" or options.check_reference else "bfloat16")
+    if options.fp8 is not None:
+        require_fp8(options.model, tp_size, options.layer_style, device_type)
+        if options.fp8 == "rowwise" and device_type == "cuda":
+            dtype = options.dtype or "bfloat16"  # what its GEMMs write there
+            require_output_dtype("--dtype", getattr(torch, dtype), torch.device("cuda"), rowwise=True)
     corpus = read_corpus(options.corpus)
     steps = plan_steps(
         corpus.documents,
@@ -91,6 +99,7 @@ def make_job(options: TrainOptions, environ: Mapping[str, str]) -> tuple[TrainJo
         layer_style=options.layer_style,
         backward_mode=options.backward_mode,
         microbatches=options.pipeline_microbatches,
+        fp8=options.fp8,
     )
     return job, corpus
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tpoverlap.tools.train.attention import packed_causal_attention, rotary_table
 from tpoverlap.tools.train.batching import StepPlan
+from tpoverlap.tools.train.fp8 import Fp8Linears
 from tpoverlap.tools.train.packing import IGNORED_TARGET, PackedBatch, pack
 from tpoverlap.tools.train.weights import ModelConfig
 
@@ -18,9 +19,9 @@ from tpoverlap.tools.train.weights import ModelConfig
 class ReferenceDecoder(nn.Module):
     """tokens [T] -> logits [T, V]. Parameters carry the names of `weights.full_weights`, "." replaced by "/"."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], fp8: Fp8Linears | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self._fp8 = config, fp8
         self.weights = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(w) for name, w in weights.items()})
 
     def named_weights(self) -> dict[str, nn.Parameter]:
@@ -35,15 +36,21 @@ class ReferenceDecoder(nn.Module):
         for i in range(config.layers):
             layer = f"layers.{i}."
             h = F.rms_norm(x, (config.hidden,), w[layer + "attention_norm"], config.norm_eps)
-            qkv = F.linear(h, w[layer + "qkv"]).view(-1, 3, config.heads, config.head_dim)
+            qkv = self._linear(h, layer + "qkv")[0].view(-1, 3, config.heads, config.head_dim)
             attended = packed_causal_attention(
                 rotary.rotate(qkv[:, 0]), rotary.rotate(qkv[:, 1]), qkv[:, 2], batch.cu_seqlens
             )
-            x = x + F.linear(attended.flatten(1), w[layer + "proj"])
+            x = x + self._linear(attended.flatten(1), layer + "proj")[0]
             h = F.rms_norm(x, (config.hidden,), w[layer + "mlp_norm"], config.norm_eps)
-            gated = F.silu(F.linear(h, w[layer + "gate"])) * F.linear(h, w[layer + "up"])
-            x = x + F.linear(gated, w[layer + "down"])
+            gate, up = self._linear(h, layer + "gate", layer + "up")
+            x = x + self._linear(F.silu(gate) * up, layer + "down")[0]
         return F.linear(F.rms_norm(x, (config.hidden,), w["norm"], config.norm_eps), w["head"])
+
+    def _linear(self, x: Tensor, *names: str) -> tuple[Tensor, ...]:
+        weights = self.named_weights()
+        if self._fp8 is not None:
+            return self._fp8(x, weights, *names)
+        return tuple(F.linear(x, weights[name]) for name in names)
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,15 @@ def run_reference(
     dtype: torch.dtype,
     learning_rate: float,
     microbatches: int = 1,
+    fp8: Fp8Linears | None = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> ReferenceRun:
     """Train on ``steps`` from ``weights`` and return what the TP run must reproduce.
 
     ``microbatches`` of ``steps`` make one step of the optimizer; their gradients add up one after another.
+    ``fp8``: runs the layers' GEMMs (not the head), in the order of the microbatches.
     """
-    model = ReferenceDecoder(config, {name: w.detach().clone() for name, w in weights.items()}).to(device, dtype)
+    model = ReferenceDecoder(config, {name: w.detach().clone() for name, w in weights.items()}, fp8).to(device, dtype)
     optimizer = make_optimizer(list(model.parameters()), learning_rate)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}

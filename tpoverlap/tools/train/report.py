@@ -45,8 +45,8 @@ class Report:
         problems = self.verdict.problems if self.verdict else ()
         if self.outcome.comparison:
             comparison = self.outcome.comparison
-            tolerance = LOSS_TOLERANCE[self.job.dtype_name]
-            if self.job.dtype_name != "float32":
+            tolerance = LOSS_TOLERANCE[self.job.numbers]
+            if self.job.numbers != "float32":
                 # Differences in rounding grow with every update: the first batch is judged, the others are shown.
                 comparison = tuple(replace(one, losses=one.losses[:1]) for one in comparison)
                 tolerance *= max(1.0, abs(comparison[0].losses[0]))
@@ -77,6 +77,7 @@ class Report:
                 "tp_size": job.tp_size,
                 "device": job.device_type,
                 "dtype": job.dtype_name,
+                "fp8": job.fp8,
                 "backend": outcome.memory_backend,
                 "capacity_tokens": job.capacity_tokens,
                 "total_tokens": self.total_tokens,

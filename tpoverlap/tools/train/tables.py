@@ -87,7 +87,10 @@ def _summary_table(report: Report) -> Table:
     table = Table(title="Summary", show_header=False, box=None)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    table.add_row("ranks", f"{job.tp_size} on {job.device_type}, {job.dtype_name}; buffers: {outcome.memory_backend}")
+    fp8 = "" if job.fp8 is None else f", layers in FP8 ({job.fp8} scaling)"
+    table.add_row(
+        "ranks", f"{job.tp_size} on {job.device_type}, {job.dtype_name}{fp8}; buffers: {outcome.memory_backend}"
+    )
     table.add_row(
         "corpus",
         f"{facts['documents']} documents in {facts['files']} files of {facts['source']}; "

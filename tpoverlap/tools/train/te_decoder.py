@@ -22,6 +22,7 @@ from tpoverlap.tools.train.packing import IGNORED_TARGET, PackedBatch
 from tpoverlap.tools.train.weights import ModelConfig, shard, unshard
 
 if TYPE_CHECKING:
+    from tpoverlap.gemm.fp8 import Recipe
     from tpoverlap.manager import UserBufferManager
     from tpoverlap.tokens import TokenPartition
 
@@ -48,6 +49,7 @@ class TeStyleDecoder(nn.Module):
         tp_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        fp8_recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         self.config, self.rank, self.tp_size, self.manager = config, rank, tp_size, manager
@@ -64,6 +66,7 @@ class TeStyleDecoder(nn.Module):
                 normalization="RMSNorm",
                 activation="swiglu",
                 bias=False,
+                fp8_recipe=fp8_recipe,
                 **common,
             )
             for _ in range(config.layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ import tpoverlap as tpo
 from tpoverlap.testing.conformance.microbatches import one_forward_one_backward
 from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.train.decoder import TensorParallelDecoder
+from tpoverlap.tools.train.fp8 import RECIPES
 from tpoverlap.tools.train.job import TrainJob
 from tpoverlap.tools.train.methods import choose
 from tpoverlap.tools.train.packing import PackedBatch
@@ -61,18 +62,23 @@ class RankTrainer:
             device=context.device,
             ub_cfgs=choose(method, job.backward_mode).ub_cfgs,
             max_rows_per_rank=job.capacity_tokens,  # an aligned step may give every row to one rank
+            quantization_modes=None if job.fp8 is None else ["none", "fp8"],
         )
-        decoder = TeStyleDecoder if job.layer_style == "te-style" else TensorParallelDecoder
-        self.model: TeStyleDecoder | TensorParallelDecoder = decoder(
-            job.model,
-            full,
-            self.manager,
-            rank=context.rank,
-            tp_size=job.tp_size,
-            device=context.device,
-            dtype=job.dtype,
-        )
+        self.model = self._make_model(full)
         self.optimizer = make_optimizer(list(self.model.parameters()), job.learning_rate)
+
+    def _make_model(self, full: Mapping[str, Tensor]) -> TeStyleDecoder | TensorParallelDecoder:
+        context, job = self.context, self.context.job
+        common: dict[str, Any] = {
+            "rank": context.rank,
+            "tp_size": job.tp_size,
+            "device": context.device,
+            "dtype": job.dtype,
+        }
+        if job.layer_style == "plain":
+            return TensorParallelDecoder(job.model, full, self.manager, **common)
+        recipe = None if job.fp8 is None else RECIPES[job.fp8]
+        return TeStyleDecoder(job.model, full, self.manager, fp8_recipe=recipe, **common)
 
     def step(self, batches: Sequence[tuple[PackedBatch, TokenPartition]]) -> StepResult:
         """Train on microbatches (on the device) whose rows the partitions deal out, in 1F1B order. Collective.

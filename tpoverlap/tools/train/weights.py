@@ -35,7 +35,7 @@ class ModelConfig:
     hidden: int = 256
     layers: int = 4
     heads: int = 8
-    ffn: int = 688
+    ffn: int = 768
     vocab: int = 256
     rope_base: float = 10_000.0
     norm_eps: float = 1e-6

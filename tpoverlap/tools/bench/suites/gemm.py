@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from tpoverlap.errors import ConfigError
+from tpoverlap.gemm.fp8.quantize import ALIGNMENT
 from tpoverlap.testing.specs import GEMM_SHAPES, TP8_SHAPES
 from tpoverlap.tools.bench import baselines, formulas, targets
 from tpoverlap.tools.bench.correctness import Reference
@@ -28,6 +29,7 @@ from tpoverlap.tools.bench.variants import (
     add_alone,
     build_variants,
     check,
+    fp8_row,
 )
 
 if TYPE_CHECKING:
@@ -87,8 +89,16 @@ class GemmSuite(Suite):
         small = [shape for shape in shapes if shape[0] < job.tp_size]
         if small:
             raise ConfigError(f"T={small[0][0]} is less than one row a rank of {job.tp_size}; give a larger T")
+        if "fp8" in job.numbers:
+            odd = [shape for shape in shapes if shape[1] % ALIGNMENT or shape[2] % ALIGNMENT]
+            if odd:
+                raise ConfigError(
+                    f"--numbers fp8 needs K and N in multiples of {ALIGNMENT}, got {'x'.join(map(str, odd[0]))}; "
+                    "change the shape, or give --numbers bfloat16"
+                )
         return [
-            GemmRow(direction, tokens, k, n, capacity[(k, n)])
+            GemmRow(direction, tokens, k, n, capacity[(k, n)], numbers)
+            for numbers in job.numbers
             for tokens, k, n in shapes
             for direction in job.directions
         ]
@@ -139,16 +149,18 @@ class _GemmRunner(Runner):
             key = (row.direction, row.width)
             widths[key] = max(widths.get(key, 0), row.capacity_tokens)
         self._operands = Operands(session, sizes.activation, sizes.weight)
-        self._methods = Methods(session, widths)
+        self._methods = Methods(session, widths, fp8=any(row.is_fp8 for row in rows))
         self._transfer = baselines.PlainTransfer(session, sizes.moved * session.job.dtype.itemsize)
 
     def measure(self, item: GemmRow) -> Row:
         session, row = self._session, item
         with torch.no_grad():
-            variants = build_variants(session, self._operands, self._methods, row)
+            fp8 = fp8_row(session, self._operands, row)
+            variants = build_variants(session, self._operands, self._methods, row, fp8=fp8)
             inputs = RowInputs(session, self._operands, row, row.num_tokens)
-            checked = check(session, self._methods, variants, Reference(session, row, inputs.x_all, inputs.weight))
-            add_alone(session, self._operands, self._transfer, row, checked)
+            reference = Reference(session, row, inputs.x_all, inputs.weight, fp8)
+            checked = check(session, self._methods, variants, reference)
+            add_alone(session, self._operands, self._transfer, row, checked, fp8)
             times = measure(session, checked.runs)
         self._methods.manager.check()
         figures = _figures(session, row, times)
