@@ -67,6 +67,6 @@ def overflow_message(rank: int, communicator: CommOverlap, partition: TokenParti
     """The log line of a microbatch that does not fit, where ``on_overflow`` lets it run."""
     return (
         f"rank {rank}: T={partition.total} (rows a rank: {list(partition.counts)}) is above the capacity of "
-        f"{communicator.max_tokens} tokens or {communicator.max_rows_per_rank} rows a rank: this microbatch runs without "
-        f"overlap, first {communicator.name}"
+        f"{communicator.max_tokens} tokens or {communicator.max_rows_per_rank} rows a rank: this microbatch runs "
+        f"without overlap, first {communicator.name}"
     )
