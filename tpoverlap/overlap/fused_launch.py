@@ -53,7 +53,7 @@ def all_gather(
     """Nobody else reads the gathered rows, and there is at least one matrix."""
     width = context.width
     rows = gather_rows(context.partition.counts, width, context.rank, _PIECE_ROWS)
-    with context.open_gather() as exchange:
+    with context.open_gather(order="at_once") as exchange:
         assert isinstance(exchange, OneSidedExchange), "checked before"
         place, epoch = slots.at(context.region)
         slot = place.slot
@@ -77,7 +77,7 @@ def reduce_scatter(
 ) -> None:
     """See `registry.gemm_then_scatter`."""
     rows = scatter_rows(context.partition.counts, context.width, context.rank, _PIECE_ROWS)
-    with context.open_scatter() as exchange:
+    with context.open_scatter(order="at_once") as exchange:
         assert isinstance(exchange, OneSidedExchange), "checked before"
         place, epoch = slots.at(context.region)
         launch = launcher.scatter_rows(rows, gemm, out, place.slot, epoch)
@@ -89,10 +89,7 @@ def reduce_scatter(
 def _credits_on_the_callers_stream(
     exchange: OneSidedExchange, channel: Channel | None, place: Place, epoch: int
 ) -> bool:
-    """Let the stream that launches the kernel wait for the credits; False: it cannot, or somebody counts transfers.
-
-    The comm stream then has nothing to send but descriptors, which nobody needs before this operation's end.
-    """
+    """Let the stream that launches the kernel wait for the credits; False: it cannot, or somebody counts transfers."""
     caller = exchange.caller
     if type(caller) is not CallerDeviceStream or channel is None or channel.before_copy is not None:
         return False
