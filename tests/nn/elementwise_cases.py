@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 import torch
 
@@ -28,6 +29,7 @@ from tpoverlap.nn.elementwise import (
     split_rotate_twin,
 )
 from tpoverlap.nn.elementwise import gated as gated_module
+from tpoverlap.nn.elementwise import norms as norms_module
 from tpoverlap.nn.elementwise.launch import runs_kernels
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.testing.numeric import assert_close_to_twin
@@ -131,6 +133,8 @@ def norms(draw: Draws) -> None:
             for rows, width in shapes:
                 for gap in (0, 8, 3):
                     _check_norm(draw, draw.rows_of(rows, width, gap), kind)
+    with patch.object(norms_module, "_most_programs", lambda device: 150):  # so that their sums take several steps
+        _check_norm(draw, draw(151, 40), NormKind(True, False, 1e-5))
     flat = draw(2, 16) * 0 + 3.0
     y, _, _ = norm_forward(flat, draw(16), draw(16), NormKind(True, False, 1e-5))
     assert torch.isfinite(y).all(), "no variance"

@@ -17,7 +17,7 @@ import torch
 from tpoverlap.errors import ActiveShapeError
 from tpoverlap.nn import RotaryTable, norm
 from tpoverlap.nn.activation import activate
-from tpoverlap.nn.elementwise import HeadLayout, NormKind, launch, merge_rotate, norm_twin, split_rotate
+from tpoverlap.nn.elementwise import HeadLayout, NormKind, launch, merge_rotate, norm_twin, norms, split_rotate
 from tpoverlap.nn.elementwise.launch import DirectKernel, runs_kernels, vector_unit
 from tpoverlap.nn.split_qkv import require_table, split_qkv
 
@@ -211,3 +211,14 @@ def test_a_gpu_without_triton_says_so_once(monkeypatch: pytest.MonkeyPatch, capl
 
 def test_the_cpu_takes_the_twins() -> None:
     assert not runs_kernels(torch.zeros(2, 2))
+
+
+def test_norms_stay_with_torch_unless_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "runs_kernels", lambda x: True)
+    large, weight = torch.zeros(1024, 4096), torch.zeros(4096)
+    assert norms.pays(large, weight)
+    assert not norms.pays(large[1:], weight), "a small one's launch would take longer than its kernel"
+    assert not norms.pays(torch.zeros(512, 8208), torch.zeros(8208)), "a row has to fit into registers"
+    assert not norms.pays(large, weight.double()) and not norms.pays(large.t(), torch.zeros(1024))
+    with torch.autocast("cpu"):
+        assert not norms.pays(large, weight), "torch decides the result's dtype"

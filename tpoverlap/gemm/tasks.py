@@ -38,7 +38,7 @@ class RowGemm:
         if count == 0:
             return
         for matrix, bias, out in zip(self.matrices, self.biases, self.outs, strict=True):
-            target = out.narrow(0, start, count)
+            target = out if count == out.shape[0] else out.narrow(0, start, count)
             if bias is None:
                 torch.mm(x, matrix, out=target)
             else:
@@ -91,7 +91,9 @@ class PartialGemm:
     def rows(self, start: int, stop: int, out: torch.Tensor, *, owned: bool = False) -> None:
         """Rows [start, stop) into ``out`` [stop - start, N]; ``owned`` adds the bias."""
         if self.is_plain and start < stop:
-            left = self.lefts[0].narrow(0, start, stop - start)
+            left = self.lefts[0]
+            if stop - start != left.shape[0]:
+                left = left.narrow(0, start, stop - start)
             if owned and self.bias is not None:
                 torch.addmm(self.bias, left, self.matrices[0], out=out)
             else:

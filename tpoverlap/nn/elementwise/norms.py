@@ -43,7 +43,7 @@ class NormKind(NamedTuple):
 
 
 def pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels should run: they can, and ``x`` [T_r, H] is large."""
+    """Whether the kernels should run: they can, ``x`` [T_r, H] is large, and no autocast wants torch's other dtype."""
     return (
         x.numel() >= _LEAST_ELEMENTS
         and runs_kernels(x)
@@ -51,6 +51,7 @@ def pays(x: Tensor, weight: Tensor) -> bool:
         and x.shape[1] <= _MOST_FEATURES
         and x.stride(1) == 1
         and weight.dtype == x.dtype
+        and not torch.is_autocast_enabled(x.device.type)
     )
 
 
