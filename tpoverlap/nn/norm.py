@@ -6,12 +6,13 @@ weight and bias are replicated and see own rows only: `sync_replicated_grads`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from tpoverlap.errors import ConfigError
+from tpoverlap.nn.autograd import apply, differentiable_once
+from tpoverlap.nn.elementwise import NormKind, norm_backward, norm_forward, norm_twin, pays
 from tpoverlap.nn.parameters import add_parameter, require_positive
 from tpoverlap.nn.shard_spec import ShardSpec
 
@@ -34,6 +35,7 @@ class NormOptions:
         require_positive("the norm's eps", eps)
         self.width, self.eps, self.normalization = width, eps, normalization
         self.zero_centered_gamma = zero_centered_gamma
+        self.kind = NormKind(normalization == "LayerNorm", zero_centered_gamma, eps)
 
     def add_parameters(
         self,
@@ -61,7 +63,35 @@ class NormOptions:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Normalise the rows of x [t, H]; ``zero_centered_gamma`` scales by 1 + weight."""
-        scale = weight + 1 if self.zero_centered_gamma else weight
-        if self.normalization == "RMSNorm":
-            return F.rms_norm(x, (self.width,), scale, self.eps)
-        return F.layer_norm(x, (self.width,), scale, bias, self.eps)
+        return normalise(x, weight, bias, self.kind)
+
+
+def normalise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind) -> torch.Tensor:
+    """The norm of rows x [t, H]: the kernels of `tpoverlap.nn.elementwise.norms` for large x, else torch's."""
+    if not pays(x, weight):
+        return norm_twin(x, weight, bias, kind)
+    if not torch.is_grad_enabled():
+        return norm_forward(x, weight, bias, kind)[0]
+    y: torch.Tensor = apply(_Norm, x, weight, bias, kind)
+    return y
+
+
+class _Norm(torch.autograd.Function):
+    """See `tpoverlap.nn.elementwise.norms`. Saved: x, the weight, one or two float32 a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind
+    ) -> torch.Tensor:
+        y, mean, rstd = norm_forward(x, weight, bias, kind)
+        ctx.kind = kind
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        found = norm_backward(grads[0], x, weight, mean, rstd, ctx.kind, needs_weight=needs_weight or needs_bias)
+        return (*found, None)

@@ -1,8 +1,7 @@
-"""The layers' work between GEMMs that torch has no single kernel for: one pass over the data each, forward or backward.
+"""The layers' work between GEMMs: one pass over the data each, forward or backward.
 
 Each operation is a file with the function users of this package call, its twin in plain torch (the CPU path, the
-reference, and what a compiler fuses), and a file of Triton kernels that is imported on first use. Norms are not here:
-torch's own are single kernels.
+reference, and what a compiler fuses), and a file of Triton kernels that is imported on first use.
 """
 
 from tpoverlap.nn.elementwise.gated import (
@@ -11,6 +10,7 @@ from tpoverlap.nn.elementwise.gated import (
     gated_forward,
     gated_forward_twin,
 )
+from tpoverlap.nn.elementwise.norms import NormKind, norm_backward, norm_forward, norm_twin, pays
 from tpoverlap.nn.elementwise.qkv_heads import (
     HeadLayout,
     merge_rotate,
@@ -21,12 +21,17 @@ from tpoverlap.nn.elementwise.qkv_heads import (
 
 __all__ = [
     "HeadLayout",
+    "NormKind",
     "gated_backward",
     "gated_backward_twin",
     "gated_forward",
     "gated_forward_twin",
     "merge_rotate",
     "merge_rotate_twin",
+    "norm_backward",
+    "norm_forward",
+    "norm_twin",
+    "pays",
     "split_rotate",
     "split_rotate_twin",
 ]

@@ -12,17 +12,18 @@ def _gate(g, GATE: tl.constexpr):
     """(act(g), act'(g)), float32. tanh(z) is 2 sigmoid(2 z) - 1, so that gelu needs no tanh."""
     if GATE == "silu":
         s = tl.sigmoid(g)
-        return g * s, s * (1.0 + g * (1.0 - s))
+        value = g * s
+        slope = s * (1.0 + g * (1.0 - s))
     elif GATE == "gelu":
         square = g * g
         s = tl.sigmoid(1.5957691216057308 * g * (1.0 + 0.044715 * square))  # 2 sqrt(2 / pi)
-        slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * square)
-        return g * s, s + g * s * (1.0 - s) * slope
+        value = g * s
+        slope = s + value * (1.0 - s) * (1.5957691216057308 * (1.0 + 3.0 * 0.044715 * square))
     else:
         tl.static_assert(GATE == "relu")
-        positive = g > 0
-        # A NaN stays one, as in torch.
-        return tl.where(positive | (g != g), g, 0.0), tl.where(positive, 1.0, 0.0)
+        value = tl.where((g > 0) | (g != g), g, 0.0)  # a NaN stays one, as in torch
+        slope = tl.where(g > 0, 1.0, 0.0)
+    return value, slope
 
 
 @triton.jit(do_not_specialize=["width_units", "blocks", "row_stride_units"])
