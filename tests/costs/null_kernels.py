@@ -62,8 +62,8 @@ class NullKernelDriver(KernelDriver):
 class NullBinary:
     """As Triton would return it for these arguments; its PTX declares what the real one does."""
 
-    def __init__(self, kernel: Kernel, arguments: Sequence[Any]) -> None:
-        self.function = 0xF00D
+    def __init__(self, kernel: Kernel, arguments: Sequence[Any], variant: tuple[Any, ...] = ()) -> None:
+        self.function = hash((kernel.name, variant)) & 0xFFFFFFFF  # another variant is another function
         signature = {name: type_of(name, value) for name, value in zip(kernel.arguments, arguments, strict=True)}
         self.src = SimpleNamespace(signature={**signature, "ROWS": "constexpr"})
         maps = [value for value in arguments if isinstance(value, Described)]
@@ -107,7 +107,7 @@ def no_compiler() -> Iterator[list[tuple[str, Sequence[Any]]]]:
 
     def compile_nothing(kernel: Kernel, programs: int, arguments: Sequence[Any], *rest: Any) -> NullBinary:
         made.append((kernel.name, arguments))
-        return NullBinary(kernel, arguments)
+        return NullBinary(kernel, arguments, rest)
 
     with mock.patch.object(compiled, "launch_slowly", compile_nothing):
         yield made
