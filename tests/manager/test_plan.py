@@ -105,6 +105,16 @@ def test_odd_types_in_a_plan_are_config_errors(rehashed: bool) -> None:
     assert refused > 3 * len(places)
 
 
+@pytest.mark.parametrize("key", ["features", "width", "rows"])
+def test_choices_by_t_without_their_shape_are_refused(key: str) -> None:
+    """They would be looked up at the first operation, long after set-up."""
+    entry = {name: value for name, value in BY_TOKENS["fc1_fprop"].items() if name != key}
+    evidence = {"section": {"fc1_fprop": entry}, "cached": {}, "device": None, "cache_basis": ""}
+    plan = a_plan(2, fc1_fprop=("auto", False)) | {"by_tokens": evidence}
+    with pytest.raises(ConfigError, match=f"fc1_fprop.{key}"):
+        _use(plan | {"hash": plan_hash(plan)})
+
+
 @pytest.mark.parametrize(
     ("path", "odd", "says"),
     [

@@ -181,6 +181,9 @@ def test_the_budget_ends_it(tmp_path: Path) -> None:
     outcome = search(tmp_path, slow, budget_s=45.0, clock=slow.clock)
     assert slow.now_s == 40.0, "a fifth bucket, of 10 s like those before it, would have ended after 50"
     assert [ask.limit_s for ask in slow.fake.asked] == [45.0, 35.0, 25.0, 15.0], "what is left, for the ranks to obey"
+    left = len(outcome.buckets)
+    assert slow.fake.asked[0].share_s == pytest.approx(3 * 45.0 / left), "no first bucket that takes it all"
+    assert slow.fake.asked[3].share_s == pytest.approx(3 * 15.0 / (left - 3))
     assert outcome.num_measured == 4 and not outcome.is_complete
     assert max(bucket.high for bucket in outcome.buckets) == 8192
     assert all(outcome.result(one) for one in outcome.buckets[:4]), "the largest T first"

@@ -20,6 +20,7 @@ DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class Ask:
     """One interleaved run on all ranks: every candidate at every T of ``tokens``, ``rounds`` times in turn.
 
+    ``share_s``: seconds that it should take: with three rounds or more done by then, the others are left out.
     ``limit_s``: seconds after which the ranks give up together and return nothing.
     """
 
@@ -32,6 +33,7 @@ class Ask:
     device_type: Literal["cpu", "cuda"]
     rounds: int
     timeout_s: float
+    share_s: float = math.inf
     limit_s: float = math.inf
 
 
@@ -55,8 +57,8 @@ class Bucket:
         """What its result is filed under in the state file."""
         return f"{entry_key(self.problem)}, T {self.low + 1}..{self.high} at {','.join(map(str, self.tokens))}"
 
-    def ask(self, job: TuneJob, which: Sequence[int], limit_s: float = math.inf) -> Ask:
-        """The run of the candidates with the indices ``which``, within ``limit_s`` seconds."""
+    def ask(self, job: TuneJob, which: Sequence[int], share_s: float = math.inf, limit_s: float = math.inf) -> Ask:
+        """The run of the candidates with the indices ``which``; for the seconds see `Ask`."""
         problem = self.problem
         return Ask(
             problem.kind,
@@ -68,6 +70,7 @@ class Bucket:
             job.device_type,
             job.rounds,
             job.timeout_s,
+            share_s,
             limit_s,
         )
 

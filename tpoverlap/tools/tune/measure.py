@@ -24,6 +24,7 @@ from tpoverlap.tuning import Candidate
 
 OPERATIONS_A_ROUND: Final = 4
 _WARM_UP: Final = 3
+_FEWEST_ROUNDS: Final = 3
 _LARGEST_DIFFERENCE: Final = 2e-2  # both round partial sums to bfloat16 once; this is several times what that gives
 
 Run = Callable[[], torch.Tensor]
@@ -46,12 +47,14 @@ class _Gate:
 
     end_s: float
 
-    def pass_through(self) -> None:
-        """A barrier; raises on all ranks when one of them is past the end."""
-        late = torch.tensor(int(time.monotonic() >= self.end_s))
+    def pass_through(self, enough_s: float = math.inf) -> bool:
+        """A barrier; raises on all ranks when one of them is past the end. Whether one is past ``enough_s``."""
+        now_s = time.monotonic()
+        late = torch.tensor([now_s >= self.end_s, now_s >= enough_s], dtype=torch.int32)
         dist.all_reduce(late, op=dist.ReduceOp.MAX)
-        if late:
+        if late[0]:
             raise _OutOfTimeError
+        return bool(late[1])
 
 
 def measure(rank: int, world_size: int, ask: Ask) -> list[list[float]] | None:
@@ -62,7 +65,8 @@ def measure(rank: int, world_size: int, ask: Ask) -> list[list[float]] | None:
     Raises:
         AssertionError: a candidate's result is not sequential's; wrong numbers are not timed.
     """
-    gate = _Gate(time.monotonic() + ask.limit_s)
+    begin_s = time.monotonic()
+    gate = _Gate(begin_s + ask.limit_s)
     device, dtype = _device(rank, ask.device_type), getattr(torch, DTYPES[ask.dtype])
     is_scatter = ask.kind in ("scatter", "beside-scatter")
     configs = {
@@ -82,11 +86,12 @@ def measure(rank: int, world_size: int, ask: Ask) -> list[list[float]] | None:
     with manager, torch.no_grad():
         operands = _Operands.of(manager, ask, dtype)
         try:
-            for tokens in ask.tokens:
+            for number, tokens in enumerate(ask.tokens, 1):
                 names = [f"candidate{index}" for index in range(len(ask.candidates))]
                 runs = [_run(manager, name, ask, tokens, operands) for name in names]
                 _compare(runs, ask.candidates, gate)
-                for index, found in enumerate(_time(runs, ask.rounds, device, gate)):
+                enough_s = begin_s + ask.share_s * number / len(ask.tokens)
+                for index, found in enumerate(_time(runs, ask.rounds, device, gate, enough_s)):
                     times[index].append(found)
         except _OutOfTimeError:
             manager.check()
@@ -170,13 +175,15 @@ def _compare(runs: list[Run], candidates: tuple[Candidate, ...], gate: _Gate) ->
             )
 
 
-def _time(runs: list[Run], rounds: int, device: torch.device, gate: _Gate) -> list[float]:
+def _time(runs: list[Run], rounds: int, device: torch.device, gate: _Gate, enough_s: float) -> list[float]:
     for run in runs:
         gate.pass_through()
         for _ in range(_WARM_UP):
             run()
     times: list[list[float]] = [[] for _ in runs]
     for number in range(rounds):
+        if gate.pass_through(enough_s) and number >= _FEWEST_ROUNDS:
+            break
         # Another order each round: what runs after a slow one would otherwise always start late.
         for index in range(len(runs)) if number % 2 else reversed(range(len(runs))):
             gate.pass_through()

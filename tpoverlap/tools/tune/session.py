@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Final
 
 from tpoverlap.tools.tune.decide import Result, Times, beats, slowest, winner
 from tpoverlap.tools.tune.job import Ask, Bucket, TuneJob
 from tpoverlap.tools.tune.state import State
+
+LARGEST_SHARE: Final = 3.0
+"""Of an even share of the time that is left, what one bucket may take: the largest T come first and take longest."""
 
 Measure = Callable[[Ask], Sequence[Times] | None]
 """Runs one `Ask` on all ranks; each rank's times, in rank order. None: its ``limit_s`` was over first."""
@@ -70,7 +74,9 @@ def tune(
         if end - begun <= (median(took[-3:]) if took else 0.0):
             break
         listen(done, len(buckets), f"{', '.join(bucket.names)} T {bucket.low + 1}..{bucket.high}")
-        result = measure_bucket(job, bucket, measure, lambda: end - clock())
+        left = sum(one.key not in state.results for one in buckets)
+        share_s = LARGEST_SHARE * (end - begun) / left
+        result = measure_bucket(job, bucket, measure, share_s, lambda: end - clock())
         if result is None:
             break
         state.add(bucket.key, result)
@@ -81,9 +87,14 @@ def tune(
     return Outcome(tuple(buckets), {key: one for key, one in state.results.items() if key in known})
 
 
-def measure_bucket(job: TuneJob, bucket: Bucket, measure: Measure, left_s: Callable[[], float]) -> Result | None:
-    """All candidates in one interleaved run; then the winner and the default alone in another. None: no time."""
-    by_rank = measure(bucket.ask(job, range(len(bucket.candidates)), left_s()))
+def measure_bucket(
+    job: TuneJob, bucket: Bucket, measure: Measure, share_s: float, left_s: Callable[[], float]
+) -> Result | None:
+    """All candidates in one interleaved run; then the winner and the default alone in another. None: no time.
+
+    Each of the two makes fewer rounds where it would take longer than ``share_s``.
+    """
+    by_rank = measure(bucket.ask(job, range(len(bucket.candidates)), share_s, left_s()))
     if by_rank is None:
         return None
     times = slowest(by_rank)
@@ -91,7 +102,7 @@ def measure_bucket(job: TuneJob, bucket: Bucket, measure: Measure, left_s: Calla
     frozen = tuple(tuple(row) for row in times)
     if won == bucket.default:
         return Result(frozen, won, won, None)
-    by_rank = measure(bucket.ask(job, (bucket.default, won), left_s()))
+    by_rank = measure(bucket.ask(job, (bucket.default, won), share_s, left_s()))
     if by_rank is None:  # unconfirmed is unmeasured: the next run begins this bucket anew
         return None
     default, again = slowest(by_rank)
