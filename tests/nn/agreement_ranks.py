@@ -85,14 +85,15 @@ def inputs_differ(rank: int, size: int, what: str, last: int) -> tuple[str, str]
     values = torch.arange(8)
     if last < 0 or rank == 1:
         values[-1] = 99 if last < 0 else last
-    with _manager() as manager:
+    with _manager(quantization_modes=["none", "fp8"]) as manager:
         logits = torch.randn(8, tpo.TokenPartition.balanced(16, size).counts[rank])
 
         def cross_entropy(targets: torch.Tensor) -> torch.Tensor:
             return tpo.nn.vocab_parallel_cross_entropy(logits, targets, 16, manager)
 
         def attend(offsets: torch.Tensor) -> torch.Tensor:
-            more = {"sequence_parallel": what != "cu_seqlens, whole rows", "fp8_recipe": None}
+            recipe = tpo.Float8CurrentScaling() if what == "cu_seqlens, FP8" else None
+            more = {"sequence_parallel": what != "cu_seqlens, whole rows", "fp8_recipe": recipe}
             layer = tpo.nn.MultiheadAttention(HIDDEN, size, kv_channels=8, manager=manager, **more)
             x = torch.randn(8, HIDDEN)
             with manager.microbatch(8) as partition:

@@ -35,7 +35,7 @@ def test_vocabularies_that_differ_are_an_error(rank_pool: Pools, what: str) -> N
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("what", ["tokens", "targets", "cu_seqlens", "cu_seqlens, whole rows"])
+@pytest.mark.parametrize("what", ["tokens", "targets", "cu_seqlens", "cu_seqlens, FP8", "cu_seqlens, whole rows"])
 def test_inputs_that_differ_between_ranks_are_an_error(rank_pool: Pools, what: str, size: int) -> None:
     for error, message in rank_pool(size).run(agreement_ranks.inputs_differ, what, 3, timeout_s=60):
         assert error == "RankMismatchError" and what.partition(",")[0] in message

@@ -52,7 +52,10 @@ class Agreement:
 
 def _state_of(buffers: tuple[torch.Tensor, ...]) -> State:
     # The objects, too: `.to()` and load_state_dict(assign=True) put others in their place, while these still live.
-    return tuple(part for one in buffers for part in (id(one), -1 if one.is_inference() else one._version))
+    try:
+        return tuple([part for one in buffers for part in (id(one), one._version)])
+    except RuntimeError:  # made in inference mode: such a tensor counts no versions
+        return tuple([id(one) for one in buffers])
 
 
 def _is_capturing(buffers: tuple[torch.Tensor, ...]) -> bool:
