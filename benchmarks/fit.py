@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks.observations import OURS, Observation
 from tpoverlap.tuning import DeviceModel, collective_us, estimate, gemm_time_us, plain
 from tpoverlap.tuning.device import GemmRates, OneKernel, Rate
-from tpoverlap.tuning.model import PLAIN
+from tpoverlap.tuning.model import PLAIN, launched_as
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,21 @@ def fit(start: DeviceModel, observations: Sequence[Observation]) -> Fitted:
         lambda one, v: replace(one, step_us=max(1.0, v[0]), add=Rate(max(1.0, v[1]), min(v[2], one.memory_gb_s))),
         pick("method", "ring_exchange"),
     )
+    by_form: dict[str, list[Observation]] = {"fused": [], "one_launch": []}
+    for seen in pick("method", "fused"):
+        assert seen.problem is not None and seen.candidate is not None, "a method has both"
+        by_form[launched_as(seen.problem, seen.candidate)].append(seen)
     fitted = _search(
         fitted,
         (start.fused.fixed_us, start.fused.gemm_factor),
         lambda one, v: replace(one, fused=OneKernel(v[0], max(1.0, v[1]))),
-        pick("method", "fused"),
+        by_form["fused"],
+    )
+    fitted = _search(
+        fitted,
+        (start.one_launch.fixed_us, start.one_launch.gemm_factor),
+        lambda one, v: replace(one, one_launch=OneKernel(v[0], max(1.0, v[1]))),
+        by_form["one_launch"],
     )
     codes = sorted({seen.code for seen in observations if seen.code})
     hosts = {code: _host_times(fitted, [seen for seen in observations if seen.code == code]) for code in codes}
@@ -119,6 +129,7 @@ def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str
     Where there is no such row the processor was never the limit: it takes no longer than the shortest row.
     """
     bound: dict[tuple[str, str, int], list[float]] = {}
+    alone: dict[tuple[str, str, int], list[float]] = {}  # where they were timed by themselves, that is what counts
     shortest: dict[tuple[str, str, int], float] = {}
     idle = replace(fitted, host_us={})
     for seen in observations:
@@ -126,16 +137,23 @@ def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str
             shortest["", "plain", 0] = min(seen.time_us, shortest.get(("", "plain", 0), seen.time_us))
             if seen.time_us >= 1.15 * idle.predict_us(seen):
                 bound.setdefault(("", "plain", 0), []).append(seen.time_us)
-        if seen.quantity != "method":
+        if seen.quantity == "host" and seen.candidate is None:
+            alone.setdefault(("", "plain", 0), []).append(seen.time_us)
+        if seen.quantity not in ("method", "host") or seen.candidate is None:
             continue
-        assert seen.problem is not None and seen.candidate is not None, "a method has both"
+        assert seen.problem is not None, "a method has one"
         if seen.candidate.aggregate:
             continue
-        key = ("rs" if seen.problem.is_scatter else "ag", seen.candidate.method, seen.candidate.num_splits)
+        launches = launched_as(seen.problem, seen.candidate)
+        key = ("rs" if seen.problem.is_scatter else "ag", launches, seen.candidate.num_splits)
+        if seen.quantity == "host":
+            alone.setdefault(key, []).append(seen.time_us)
+            continue
         shortest[key] = min(seen.time_us, shortest.get(key, seen.time_us))
         if seen.time_us >= 1.15 * idle.predict_us(seen):
             bound.setdefault(key, []).append(seen.time_us)
     times = {key: median(bound[key]) if key in bound else time_us for key, time_us in shortest.items()}
+    times |= {key: median(values) for key, values in alone.items()}
     host = {f"{way} {method}".strip(): round(value, 1) for (way, method, splits), value in times.items() if not splits}
     by_splits = sorted((splits, value) for (_, _, splits), value in times.items() if splits)
     if len(by_splits) >= 2:

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import fused_probe_ranks as ranks
 from benchmarks.environment import environment
-from tpoverlap.overlap.fused_form import FORMS
+from tpoverlap.fused_form import FORMS
 from tpoverlap.testing import RankPool
 
 STAGES = ("alone", "gather", "scatter", "variants", "time")

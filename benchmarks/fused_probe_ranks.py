@@ -20,13 +20,13 @@ from benchmarks.fused_watch import StallWatch
 from tpoverlap.comm import OneSidedExchange
 from tpoverlap.config import SUPPORTED
 from tpoverlap.config.resolver import resolve
+from tpoverlap.fused_form import FORMS
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton import PieceRows, RowBlock
 from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.gemm.triton.operation_rows import OperationRows
 from tpoverlap.overlap import fused
-from tpoverlap.overlap.fused_form import FORMS
 from tpoverlap.testing import faults, relative_error
 
 VARIANTS = ("all rows in first", "16 multiprocessors free", "no bulk copies")

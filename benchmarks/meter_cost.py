@@ -26,13 +26,13 @@ import torch.distributed as dist
 
 import tpoverlap as tpo
 from tpoverlap.comm.descriptor import Descriptor
-from tpoverlap.comm.meter import Meter, MeteredOperation
+from tpoverlap.comm.meter import EVERY_ON_CUDA, Meter, MeteredOperation
 from tpoverlap.testing import run_ranks
 from tpoverlap.tools.bench.environment import environment
 
 LIMIT_PERCENT = 1.0
 _REPLAYS = 100
-WARM_UP = 20  # more than the sixteen of which one is measured: both paths are warm
+WARM_UP = EVERY_ON_CUDA + 4  # more than those of which one is measured: both paths are warm
 
 
 def steps_of(rank: int, world_size: int, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tpoverlap.tuning import Candidate, Problem
+from tpoverlap.tuning.model import launched_as
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "tpoverlap"
@@ -28,9 +29,10 @@ BENCH_METHODS = (
 class Observation:
     """One measured time.
 
-    ``quantity``: "gemm", "gather" or "scatter" (a collective alone), "plain" (both in turn), "copy" or "method"
-    (``candidate`` of ``problem``). ``code``: whose launches the time contains, "" where they cannot have been the
-    limit. ``size_bytes``: of a copy. ``current``: by this library as it is now, see `tpoverlap.tuning.estimate`.
+    ``quantity``: "gemm", "gather" or "scatter" (a collective alone), "plain" (both in turn), "copy", "method"
+    (``candidate`` of ``problem``) or "host" (its launches alone; without a candidate those of "plain"). ``code``:
+    whose launches the time contains, "" where they cannot have been the limit. ``size_bytes``: of a copy.
+    ``current``: by this library as it is now, see `tpoverlap.tuning.estimate`.
     """
 
     source: str
@@ -63,6 +65,8 @@ def read_observations(folder: Path = RESULTS, gpu: str = "H200") -> list[Observa
             continue
         if data.get("format") == "peers table":
             found += _peers(path.name, data)
+        elif data.get("format") == "small tokens":
+            found += _small_tokens(path.name, data)
         elif "schema" in data and "rows" in data:
             found += _bench(path.name, data)
         elif "checks" in data:
@@ -146,6 +150,29 @@ def _bench(source: str, data: dict[str, Any]) -> Iterator[Observation]:
                     yield Observation(source, "plain", times[mode], problem, code=whose)
                 else:
                     yield Observation(source, "method", times[mode], problem, candidate_of(label), whose, current=True)
+
+
+def _small_tokens(source: str, data: dict[str, Any]) -> Iterator[Observation]:
+    """``benchmarks/small_tokens``: few tokens, where it matters what the launches cost the processor.
+
+    Its labels "engine" and "one_launch" are the forms of ``fused``: what the method would not take is left out.
+    """
+    for row in data["rows"]:
+        direction = {"gather": "ag", "scatter": "rs"}[row["direction"]]
+        sizes = {"tokens": row["T"], "in_features": row["K"], "out_features": row["N"]}
+        problem = _problem(direction, sizes)
+        form = launched_as(problem, Candidate("fused"))
+        fused = "engine" if form == "fused" else form
+        for label, times in row["times"].items():
+            if label == "gemm":
+                yield Observation(source, "gemm", times["queued_us"], problem)
+            elif label == "plain":
+                yield Observation(source, "plain", times["queued_us"], problem)
+                yield Observation(source, "host", times["host_us"], problem, code="plain")
+            elif label in ("sequential", "ring", fused):
+                candidate = candidate_of("fused" if label == fused else label)
+                yield Observation(source, "method", times["queued_us"], problem, candidate, current=True)
+                yield Observation(source, "host", times["host_us"], problem, candidate, OURS, current=True)
 
 
 def candidate_of(label: str) -> Candidate:

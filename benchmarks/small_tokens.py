@@ -3,7 +3,7 @@
 ``python -m benchmarks.small_tokens --out FILE`` on a host with two GPUs takes a minute and a half; ``--device cpu``
 runs tiny sizes in Triton's interpreter, which checks this script and no speed. After every row the rows so far are
 written beside the file, as ``FILE.rows``, and in the end the file. From it come `_MOST_TOKENS` of
-``overlap/fused_form.py`` and the table of ``gemm/triton/tiles.py``.
+``fused_form.py`` and the table of ``gemm/triton/tiles.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiles", default="", help="only these, by name, such as 64x64x128/4,64x128x64/5")
     arguments = parser.parse_args(given)
     started = time.monotonic()
-    found: dict[str, Any] = {"environment": environment(), "device": arguments.device, "rows": []}
+    found: dict[str, Any] = {
+        "format": "small tokens",
+        "environment": environment(),
+        "device": arguments.device,
+        "rows": [],
+    }
     arguments.out.write_text(json.dumps(found, indent=1, default=str))
     if arguments.device == "cuda":  # one cache for both ranks: what one compiled, the other one loads
         os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="small_tokens_triton_"))

@@ -52,7 +52,7 @@ def test_one_in_so_many_and_failed_ones_do_not_count() -> None:
 
 @pytest.mark.parametrize("names", [1, 6, 12, 16])
 def test_no_name_is_left_out_however_many_a_step_has(names: int) -> None:
-    """One in sixteen of all operations would never meet most names of a step of 16."""
+    """One in so many of all operations would never meet most names of a step of 16."""
     meter = Meter(CPU, every=16)
     step = [Descriptor(1, f"name{index}_fprop all-gather ring_exchange", 100, 0) for index in range(names)]
     seen: dict[str, int] = {}

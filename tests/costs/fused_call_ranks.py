@@ -18,10 +18,10 @@ import tpoverlap as tpo
 from tests.costs.null_device import NullBackend
 from tests.costs.null_kernels import NullKernelDriver, no_compiler
 from tests.overlap.fused_ranks import context_of, forced_form
+from tpoverlap.fused_form import FORMS
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.overlap import fused
-from tpoverlap.overlap.fused_form import FORMS
 
 TOKENS, WIDTH, OUT = 256, 64, 768
 LAUNCH_PART = ("/gemm/triton/", "/overlap/fused")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.overlap import fused_ranks
-from tpoverlap.overlap import fused_form
+from tpoverlap import fused_form
 from tpoverlap.testing import RankPool
 from tpoverlap.testing.conformance.setting import Setting
 

@@ -63,7 +63,7 @@ def test_plain_nccl_and_cublas_is_a_baseline_too() -> None:
         alone, collective = large["gemm_us"], collective_us(device, problem)
         assert large["plain_us"] == pytest.approx(alone + collective, abs=0.2), "one after the other, nothing hidden"
         assert large["gain_over_plain"] == pytest.approx(large["plain_us"] / large["time_us"], abs=1e-3)
-        assert small["plain_us"] == device.host_us["plain"] < small["sequential_us"], (
+        assert device.host_us["plain"] <= small["plain_us"] < small["sequential_us"], (
             "its launches are the cheaper ones"
         )
     by_kind = found["error_of_the_model"]["median_percent_by_kind"]

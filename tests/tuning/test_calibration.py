@@ -111,7 +111,7 @@ def test_results_are_read() -> None:
         "2026-11-30_h200x2_times_and_costs.json",
     }
     assert not [seen for seen in observations if seen.time_us <= 0]
-    assert {seen.quantity for seen in observations} == {"gemm", "gather", "scatter", "copy", "plain", "method"}
+    assert {seen.quantity for seen in observations} == {"gemm", "gather", "scatter", "copy", "plain", "method", "host"}
     assert read_observations(gpu="A100") == [], "times of other GPUs are not mixed in"
 
 

@@ -42,6 +42,7 @@ TOY = DeviceModel(
     scatter=Rate(9.0, 0.001),
     add=Rate(0.5, 1e9),
     fused=OneKernel(4.0, 1.5),
+    one_launch=OneKernel(10.0, 1.5),
     step_us=0.25,
     hop_us=1.0,
     host_us={},
@@ -68,7 +69,9 @@ def test_methods_follow_their_schedules() -> None:
     whole = gemm_time_us(TOY, 1024, 256, 1)
     assert estimate(TOY, gather, Candidate("sequential")).time_us == round(whole + 3.0 + chunk_us + 0.25, 1)
     assert estimate(TOY, gather, Candidate("sequential"), current=False).time_us == round(whole + 7.0 + chunk_us, 1)
-    assert estimate(TOY, gather, Candidate("fused")).time_us == round(3.0 + chunk_us + 4.0, 1)
+    assert estimate(TOY, gather, Candidate("fused")).time_us == round(3.0 + chunk_us + 10.0, 1), "one launch"
+    longer = gather.at(4096)
+    assert estimate(TOY, longer, Candidate("fused")).time_us == round(transfer_us(TOY, longer) + 4.0, 1), "copy engine"
     scatter = Problem("scatter", 1024, 1, 256, 2)
     gemm = gemm_time_us(TOY, 512, 1, 256)
     expected = gemm + chunk_us + 3.0 + 0.25 + 0.5

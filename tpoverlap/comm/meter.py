@@ -4,11 +4,11 @@
            measured                     how
 =========  ===========================  ======================================================================
 CPU        every operation              clock readings before and after each wait
-CUDA       one in sixteen of each       timing events before and after each wait, read when the GPU has passed them
+CUDA       one in 128 of each           timing events before and after each wait, read when the GPU has passed them
            operation                    (asking never waits) and used again
 =========  ===========================  ======================================================================
 
-Each operation (name, direction and method) is counted for itself: a step repeats the same ones, so one in sixteen of
+Each operation (name, direction and method) is counted for itself: a step repeats the same ones, so one in 128 of
 all would meet some names always and others never. They start at different counts, so that no step measures all.
 
 While a `Trace` records, the meter pauses.
@@ -24,9 +24,10 @@ import torch
 
 from tpoverlap.comm.descriptor import Descriptor
 
-EVERY_ON_CUDA: Final = 16
+EVERY_ON_CUDA: Final = 128
+"""A measured operation costs the host about as much as two that are not."""
 _STRIDE: Final = 5
-"""From one operation's first count to the next one's; has no factor in common with sixteen."""
+"""From one operation's first count to the next one's; has no factor in common with 128."""
 _MOST_PENDING: Final = 64
 """Operations whose events the GPU has not passed. Beyond it a new one is not measured: the host runs far ahead."""
 
@@ -38,7 +39,7 @@ class Meter:
 
     Args:
         device: of the manager.
-        every: measure one call of each operation in so many; None: 1 on the CPU, 16 on CUDA.
+        every: measure one call of each operation in so many; None: 1 on the CPU, 128 on CUDA.
     """
 
     def __init__(self, device: torch.device, every: int | None = None) -> None:

@@ -28,6 +28,7 @@ from tpoverlap.comm import Channel, OneSidedExchange, Transfer
 from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.streams import Stream
 from tpoverlap.errors import BackendUnavailableError, PeerTimeoutError
+from tpoverlap.fused_form import choose_form
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton import require_kernels
 from tpoverlap.gemm.triton.launcher import GemmLauncher
@@ -35,7 +36,6 @@ from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.overlap import fused_launch
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.fused_blocks import Slots, counter_word, gather_rows, last_words, scatter_rows
-from tpoverlap.overlap.fused_form import choose_form
 
 ReadGathered = Callable[[torch.Tensor], None]
 

@@ -51,7 +51,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class OneKernel:
-    """``fused``: the GEMM ``gemm_factor`` times as long, and ``fixed_us`` for entering, waiting and the last tile."""
+    """A form of ``fused``: the GEMM ``gemm_factor`` times as long, and ``fixed_us`` to enter, wait and end."""
 
     fixed_us: float
     gemm_factor: float
@@ -68,7 +68,7 @@ class DeviceModel:
         multiprocessors, memory_gb_s: of one device; the memory's rate is what a kernel reaches, not the peak.
         nvlink_domain: devices that reach each other over NVLink, as such machines are usually built.
         gemm, copy (copy engine, one direction), gather and scatter (the library's collectives), add (summing
-            received blocks), fused (what the one-kernel method adds to its GEMM).
+            received blocks), fused and one_launch (what that method's two forms add to the GEMM).
         step_us: one wait for a flag and the launch behind it, on the device.
         hop_us: what a collective's latency grows with each rank above two.
         host_us: processor time of one operation by "direction method", where the launches are the limit; "plain": of
@@ -89,6 +89,7 @@ class DeviceModel:
     scatter: Rate
     add: Rate
     fused: OneKernel
+    one_launch: OneKernel
     step_us: float
     hop_us: float
     host_us: Mapping[str, float]
@@ -114,7 +115,8 @@ class DeviceModel:
         try:
             values = dict(data)
             values["gemm"] = GemmRates(**{key: float(value) for key, value in values["gemm"].items()})
-            values["fused"] = OneKernel(**{key: float(value) for key, value in values["fused"].items()})
+            for key in ("fused", "one_launch"):
+                values[key] = OneKernel(**{part: float(value) for part, value in values[key].items()})
             for key in ("copy", "gather", "scatter", "add"):
                 values[key] = Rate(**{part: float(value) for part, value in values[key].items()})
             for key in ("memory_gb_s", "step_us", "hop_us"):
@@ -139,9 +141,8 @@ class DeviceModel:
 
 def _require_finite(device: DeviceModel) -> None:
     """Raise ValueError for a number that is none, or so large that arithmetic with it fails."""
-    parts = [
-        asdict(part) for part in (device.gemm, device.copy, device.gather, device.scatter, device.add, device.fused)
-    ]
+    kernels = (device.fused, device.one_launch)
+    parts = [asdict(part) for part in (device.gemm, device.copy, device.gather, device.scatter, device.add, *kernels)]
     for values in (*parts, dict(device.host_us), {"step_us": device.step_us, "hop_us": device.hop_us}):
         for key, value in values.items():
             if not 0.0 <= value < _TOO_LARGE:

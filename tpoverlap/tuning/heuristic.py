@@ -15,6 +15,9 @@ from tpoverlap.tuning.problem import Problem
 WORTH_IT: Final = 0.99
 """Overlap has to be estimated at no more than this of sequential's time, else sequential runs."""
 
+CLEARLY: Final = 0.95
+"""What another method has to be estimated at, at most, of the ring: the model is not surer than that."""
+
 
 def candidates_within(problem: Problem, legal: Sequence[str], fixed: Mapping[str, Any]) -> tuple[Candidate, ...]:
     """`candidates` that contradict none of the options that somebody wrote (``fixed``); sequential always stays."""
@@ -36,17 +39,21 @@ def best_in_bucket(
     """The candidate for (``low``, ``high``], and its and sequential's estimated microseconds at ``high``.
 
     The best is the one with the least geometric mean over `samples`, so one that is good at one end only does not win.
+    What is compared is the time in a layer (`Estimate.time_in_layer_us`): that is where operations are used.
     """
     points = [problem.at(tokens) for tokens in samples(low, high)]
 
     def mean_log(candidate: Candidate) -> float:
-        return sum(math.log(max(estimate(device, at, candidate).time_us, 0.1)) for at in points) / len(points)
+        return sum(math.log(max(estimate(device, at, candidate).time_in_layer_us, 0.1)) for at in points) / len(points)
 
     sequential = choice[0]
     assert sequential.method == "sequential", "candidates() begins with sequential"
-    best = min(choice[1:], key=lambda one: round(mean_log(one), 4), default=sequential)
-    if best is not sequential and mean_log(best) > mean_log(sequential) + math.log(WORTH_IT):
-        best = sequential
+    best, others = sequential, choice[1:]
+    if others:
+        first = others[0]
+        best = min(others, key=lambda one: round(mean_log(one) - (0 if one is first else math.log(CLEARLY)), 4))
+        if mean_log(best) > mean_log(sequential) + math.log(WORTH_IT):
+            best = sequential
     return best, estimate(device, points[-1], best).time_us, estimate(device, points[-1], sequential).time_us
 
 

@@ -11,14 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from tpoverlap.fused_form import choose_form
 from tpoverlap.pieces import multiplies_pieces
-from tpoverlap.tuning.device import DeviceModel
+from tpoverlap.tuning.device import DeviceModel, OneKernel
 from tpoverlap.tuning.gemm_time import cool_time_us, gemm_time_us, slowdown
 from tpoverlap.tuning.problem import Problem, pieces_of
 
 PLAIN: Final = "plain"
 """The baseline without this library, as `plain` estimates it; no method of ours."""
 
+OTHER_WORK: Final = 0.9
+"""What a layer's device has to do besides, for each operation, in times of its GEMM: a weight gradient for every two
+operations, attention, norms, activations."""
 _HOST_SHARE_PER_STEP: Final = 0.3
 """Of an operation's processor time at R = 2, what each further push and wait adds; assumed."""
 
@@ -45,14 +49,25 @@ class Candidate:
 class Estimate:
     """Microseconds of one operation on the slowest rank.
 
-    ``gemm_us``: its GEMM alone. ``exposed_us``: what the operation takes longer than that. ``host_bound``: the
-    launches are the limit, not the device.
+    ``gemm_us``: its GEMM alone. ``exposed_us``: what the operation takes longer than that. ``device_us`` and
+    ``host_us``: the device's work and the processor's, of which the longer one is the operation's time.
     """
 
     candidate: Candidate
     time_us: float
     gemm_us: float
-    host_bound: bool
+    device_us: float
+    host_us: float
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the launches are the limit."""
+        return self.host_us > self.device_us
+
+    @property
+    def time_in_layer_us(self) -> float:
+        """Beside the rest of a layer, which gives the device more to do but the host little: it hides launches, too."""
+        return max(self.device_us, self.host_us - OTHER_WORK * self.gemm_us)
 
     @property
     def exposed_us(self) -> float:
@@ -87,11 +102,16 @@ def estimate(device: DeviceModel, problem: Problem, candidate: Candidate, *, cur
     """
     gemm_us = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
     if problem.tp_size == 1:
-        return Estimate(candidate, gemm_us, gemm_us, False)
+        return Estimate(candidate, gemm_us, gemm_us, gemm_us, 0.0)
     device_us = _device_us(device, problem, candidate, gemm_us, current)
     host_us = _host_us(device, problem, candidate)
+    return _estimate(candidate, gemm_us, device_us, host_us)
+
+
+def _estimate(candidate: Candidate, gemm_us: float, device_us: float, host_us: float) -> Estimate:
     # A tenth of a microsecond, so that no two machines differ over the last bit of a logarithm.
-    return Estimate(candidate, round(max(device_us, host_us), 1), round(gemm_us, 1), host_us > device_us)
+    gemm_us, device_us, host_us = round(gemm_us, 1), round(device_us, 1), round(host_us, 1)
+    return Estimate(candidate, max(device_us, host_us), gemm_us, device_us, host_us)
 
 
 def collective_us(device: DeviceModel, problem: Problem) -> float:
@@ -110,7 +130,7 @@ def plain(device: DeviceModel, problem: Problem) -> Estimate:
     gemm_us = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
     device_us = gemm_us + (collective_us(device, problem) if problem.tp_size > 1 else 0.0)
     host_us = device.host_us.get(PLAIN, 0.0)
-    return Estimate(Candidate(PLAIN), round(max(device_us, host_us), 1), round(gemm_us, 1), host_us > device_us)
+    return _estimate(Candidate(PLAIN), gemm_us, device_us, host_us)
 
 
 def transfer_us(device: DeviceModel, problem: Problem) -> float:
@@ -126,14 +146,30 @@ def _device_us(device: DeviceModel, problem: Problem, candidate: Candidate, gemm
     if candidate.method == "bulk":
         return max(gemm_us, transfer_us(device, problem)) + device.step_us + _add_us(device, problem)
     if candidate.method == "fused":
-        working = gemm_us * device.fused.gemm_factor
-        return max(working, transfer_us(device, problem)) + device.fused.fixed_us
+        form, moving = form_of(problem, device), transfer_us(device, problem)
+        working = gemm_us * form.gemm_factor
+        if problem.is_scatter:  # rows travel once they are computed: only own rows' half of the GEMM is left to hide it
+            return working + max(0.0, moving - working / problem.tp_size) + form.fixed_us
+        return max(working, moving) + form.fixed_us
     if candidate.method == "pipeline":
         return _pipeline_us(device, problem, candidate.num_splits)
     pieces = pieces_of(problem) if current else 1
     if problem.is_scatter:
         return _ring_scatter_us(device, problem, pieces)
     return _ring_gather_us(device, problem, candidate.aggregate, pieces)
+
+
+def launched_as(problem: Problem, candidate: Candidate) -> str:
+    """The name of its launches: the method, or the form of ``fused``."""
+    if candidate.method != "fused":
+        return candidate.method
+    form = choose_form("scatter" if problem.is_scatter else "gather", problem.num_tokens)
+    return "one_launch" if form == "one_launch" else "fused"
+
+
+def form_of(problem: Problem, device: DeviceModel) -> OneKernel:
+    """The form that ``fused`` takes for ``problem``."""
+    return device.one_launch if launched_as(problem, Candidate("fused")) == "one_launch" else device.fused
 
 
 def _ring_gather_us(device: DeviceModel, problem: Problem, aggregate: bool, pieces: int) -> float:
@@ -204,4 +240,5 @@ def _host_us(device: DeviceModel, problem: Problem, candidate: Candidate) -> flo
         per_split = device.host_us.get("rs pipeline", 0.0)
         return device.host_us.get("rs fixed", 0.0) + candidate.num_splits * per_split
     ring = device.host_us.get(f"{direction} ring_exchange", 0.0)  # bulk and fused where nobody timed them
-    return device.host_us.get(f"{direction} {candidate.method}", ring) * (1.0 + _HOST_SHARE_PER_STEP * (steps - 1))
+    own = device.host_us.get(f"{direction} {launched_as(problem, candidate)}", ring)
+    return own * (1.0 + _HOST_SHARE_PER_STEP * (steps - 1))

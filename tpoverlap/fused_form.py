@@ -9,8 +9,8 @@ FORMS: Final[tuple[Form, ...]] = ("engine", "one_launch")
 """engine: rows travel by copy engine (or copy programs) beside the kernels.
 one_launch: the kernel moves them itself; for few tokens, where further launches and flags cost more than they hide."""
 
-_MOST_TOKENS: Final = {"gather": 0, "scatter": 0}
-"""one_launch up to this T: never, until its numbers are right on GPUs (docs/design/0006)."""
+_MOST_TOKENS: Final = {"gather": 1024, "scatter": 512}
+"""one_launch up to this T (benchmarks/small_tokens.py; docs/design/0006)."""
 
 
 def choose_form(direction: Literal["gather", "scatter"], num_tokens: int) -> Form:
