@@ -11,6 +11,10 @@ credits and descriptors are those of any other operation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeVar
+
 import torch
 
 from tpoverlap.comm.descriptor import digest64
@@ -23,6 +27,7 @@ from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.registry import gather_beside
 from tpoverlap.tokens import TokenPartition
 
+Result = TypeVar("Result")
 SCALES_REGION = "scales"
 METHODS = ("ring_exchange", "pipeline", "bulk", "sequential")
 _TAGS = {torch.float8_e4m3fn: "/e4m3", torch.float8_e5m2: "/e5m2"}
@@ -102,7 +107,10 @@ class QuantizedShard:
             self.local = quantizer.local(x_shard_t, record=False)
             self.scale = put_together(operation, self.local.scale, operation.partition)
         else:
-            self.local = quantizer.by_maxima(x_shard_t, _of_all_ranks(operation, quantizer.measure(x_shard_t)))
+            amax = quantizer.measure(x_shard_t)
+            self.local = read_together(
+                operation, amax, _row_each(operation), lambda maxima: quantizer.by_maxima(x_shard_t, maxima)
+            )
             self.scale = self.local.scale
 
     @property
@@ -117,23 +125,38 @@ class QuantizedShard:
     def finish(self) -> None:
         """After the operation: let delayed scaling remember. All ranks then hold the same history."""
         if self._amax is not None:
-            self._quantizer.record(_of_all_ranks(self._operation, self._amax))
+            self._quantizer.record(put_together(self._operation, self._amax, _row_each(self._operation)))
 
 
-def _of_all_ranks(operation: OperationContext, amax: torch.Tensor) -> torch.Tensor:
-    """The magnitudes [1, 1] of all ranks, [R, 1]."""
-    size = operation.partition.tp_size
-    return amax if size == 1 else put_together(operation, amax, TokenPartition.even(size, size))
+def _row_each(operation: OperationContext) -> TokenPartition:
+    """The partition of one number a rank."""
+    return _ones(operation.partition.tp_size)
+
+
+@lru_cache(maxsize=16)
+def _ones(tp_size: int) -> TokenPartition:
+    return TokenPartition.even(tp_size, tp_size)
 
 
 def put_together(operation: OperationContext, values: torch.Tensor, partition: TokenPartition) -> torch.Tensor:
-    """Float32 ``values`` [n, 1] of every rank, gathered to [sum of n, 1]; ``partition`` has the n's.
+    """`read_together`, kept."""
+    if operation.channel is None:
+        return values
+    return read_together(operation, values, partition, torch.clone)
+
+
+def read_together(
+    operation: OperationContext, values: torch.Tensor, partition: TokenPartition, read: Callable[[torch.Tensor], Result]
+) -> Result:
+    """What ``read`` makes of the float32 ``values`` [n, 1] of every rank, gathered to [sum of n, 1].
+
+    ``partition`` has the n's. ``read`` gets a view that later operations overwrite: it enqueues what reads it.
 
     Raises:
         CapacityError: more rows than the region has, before anything is sent.
     """
     if operation.channel is None:
-        return values
+        return read(values)
     region = operation.channel.regions[SCALES_REGION]
     if not operation.plain and partition.total * values.element_size() > region.slot_bytes:
         raise CapacityError(
@@ -142,12 +165,13 @@ def put_together(operation: OperationContext, values: torch.Tensor, partition: T
         )
     context = operation.variant(
         tag=_SCALES,
-        method="sequential" if operation.method == "sequential" else "bulk",
+        # Nothing is beside it. Messages cost less by bulk: there, sequential would meet on the host.
+        method="sequential" if operation.uses_buffers or operation.method == "sequential" else "bulk",
         region=SCALES_REGION,
         partition=partition,
         width=1,
         dtype=torch.float32,
     )
-    gathered: list[torch.Tensor] = []
-    gather_beside(context, values, lambda: None, lambda whole: gathered.append(whole.clone()))
-    return gathered[0]
+    results: list[Result] = []
+    gather_beside(context, values, lambda: None, lambda whole: results.append(read(whole)))
+    return results[0]
