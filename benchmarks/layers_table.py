@@ -1,4 +1,4 @@
-"""The layers suite's tables in docs/layers.md and README.md, from the JSON of ``tpoverlap bench --suite layers --json F``.
+"""The layers suite's tables in docs/layers.md and README.md, from the JSON of ``bench --suite layers --json F``.
 
 python -m benchmarks.layers_table benchmarks/results/F.json            # the tables, to stdout
 python -m benchmarks.layers_table benchmarks/results/F.json --check    # exit 1 if a document holds another one

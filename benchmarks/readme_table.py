@@ -74,9 +74,7 @@ def problem_in(readme: str, wanted: str) -> str | None:
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
         return f"it needs {BEGIN} and {END}, each once, around the table"
     held = readme.partition(BEGIN)[2].partition(END)[0].strip()
-    return (
-        None if held == wanted.strip() else "the table between its markers is another one: use --write"
-    )
+    return None if held == wanted.strip() else "the table between its markers is another one: use --write"
 
 
 @click.command()
