@@ -4,8 +4,7 @@
 that variable. Beside the calls stand a loop of Python alone (is the processor itself slower?), a system call, and what
 each thread of the process consumed meanwhile (who else runs?).
 
-The figures in docs/design/0005 come from this script's throw-away predecessor
-(benchmarks/results/2026-11-30_h200x2_driver_costs.json), which did not measure twice.
+What was found stands in docs/design/0009, from benchmarks/results/2026-11-30_h200x2_driver_costs.json.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 python -m benchmarks.readme_table benchmarks/results/F.json            # the table, to stdout
 python -m benchmarks.readme_table benchmarks/results/F.json --check    # exit 1 if README.md holds another one
+python -m benchmarks.readme_table benchmarks/results/F.json --write    # put it between README.md's markers
 """
 
 from __future__ import annotations
@@ -73,22 +74,25 @@ def problem_in(readme: str, wanted: str) -> str | None:
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
         return f"it needs {BEGIN} and {END}, each once, around the table"
     held = readme.partition(BEGIN)[2].partition(END)[0].strip()
-    return (
-        None if held == wanted.strip() else "the table between its markers is another one: paste this script's output"
-    )
+    return None if held == wanted.strip() else "the table between its markers is another one: use --write"
 
 
 @click.command()
 @click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--check", is_flag=True, help="compare with the README instead of printing")
+@click.option("--write", is_flag=True, help="put the table into the README")
 @click.option("--readme", type=click.Path(exists=True, path_type=Path), default=Path("README.md"))
-def main(results: Path, check: bool, readme: Path) -> None:
-    """Print README's table from RESULTS, or check that README holds it."""
+def main(results: Path, check: bool, write: bool, readme: Path) -> None:
+    """Print README's table from RESULTS, write it there, or check that README holds it."""
     wanted = table(json.loads(results.read_text()))
-    if not check:
+    if not (check or write):
         click.echo(wanted)
         return
-    problem = problem_in(readme.read_text(), wanted)
+    text = readme.read_text()
+    problem = problem_in(text, wanted)
+    if write and text.count(BEGIN) == text.count(END) == 1:
+        readme.write_text(f"{text.partition(BEGIN)[0]}{BEGIN}\n{wanted}\n{END}{text.partition(END)[2]}")
+        return
     if problem is not None:
         click.echo(f"{readme}: {problem}", err=True)
         sys.exit(1)
