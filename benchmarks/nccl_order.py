@@ -19,6 +19,8 @@ from tpoverlap.config.rules import SUPPORTED
 
 ITERATIONS = 40
 _TOKENS, _HIDDEN, _FEATURES = 2050, 4096, 4096
+_FEW_TOKENS = 258
+"""Few enough for `fused` in one launch."""
 _BYTES_REDUCED = 64 << 20
 
 
@@ -35,6 +37,8 @@ def operations() -> dict[str, tuple[str, dict[str, Any]]]:
     if "fused" in SUPPORTED:
         found["ag fused"] = ("ag", {"method": "fused"})
         found["rs fused"] = ("rs", {"method": "fused"})
+        found["ag fused, few tokens"] = found["ag fused"]
+        found["rs fused, few tokens"] = found["rs fused"]
     return found
 
 
@@ -51,12 +55,13 @@ def opposite_order(rank: int, world_size: int, label: str, other_library: bool) 
     name = {"ag": "qkv_fprop", "bulk": "qkv_dgrad", "rs": "proj_fprop"}[direction]
     manager = tpo.UserBufferManager(None, (_TOKENS, _HIDDEN), device=device, ub_cfgs={name: options}, timeout_s=30.0)
     generator = torch.Generator(device).manual_seed(rank)
-    partition = tpo.TokenPartition.balanced(_TOKENS, world_size)
+    num_tokens = _FEW_TOKENS if "few tokens" in label else _TOKENS
+    partition = tpo.TokenPartition.balanced(num_tokens, world_size)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=generator)
 
-    shard, whole = draw(partition.counts[rank], _HIDDEN), draw(_TOKENS, _FEATURES)
+    shard, whole = draw(partition.counts[rank], _HIDDEN), draw(num_tokens, _FEATURES)
     weight = draw(_FEATURES, _HIDDEN) if direction != "rs" else draw(_HIDDEN, _FEATURES)
     reduced = torch.ones(_BYTES_REDUCED // 2, device=device, dtype=torch.bfloat16)
     side = torch.cuda.Stream(device)

@@ -128,8 +128,9 @@ class Methods:
         return lambda: cast("torch.Tensor", tpo.all_gather_gemm(x, weight, layer, partition=partition, fp8=fp8))
 
     def explain(self, label: str, row: GemmRow) -> str:
-        """What the manager says about this name at this T."""
-        return self.manager.explain(f"{_layer_name(label, row.direction, row.width)}_fprop", row.num_tokens)
+        """What the manager says about this name at this T, for this row's GEMM."""
+        name = f"{_layer_name(label, row.direction, row.width)}_fprop"
+        return self.manager.explain(name, row.num_tokens, None if row.is_fp8 else row.features)
 
     def renew(self) -> None:
         """A new manager in place of one that a failed operation left unusable. Collective."""

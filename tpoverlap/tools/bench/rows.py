@@ -38,6 +38,11 @@ class GemmRow:
         """Columns of what travels."""
         return self.in_features if self.direction == "ag" else self.out_features
 
+    @property
+    def features(self) -> int:
+        """Of the sharded side of the GEMM, on one rank."""
+        return self.out_features if self.direction == "ag" else self.in_features
+
     def partition(self, tp_size: int) -> TokenPartition:
         """Rows of each rank."""
         return TokenPartition.balanced(self.num_tokens, tp_size)
