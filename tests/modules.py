@@ -15,5 +15,9 @@ def run(rank: int, world_size: int, module: str, arguments: tuple[str, ...]) -> 
     shown = redirect_stdout(io.StringIO())
     with shown as printed, patch.object(sys, "argv", [module, *arguments]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:  # how commands of click end
+            if end.code:
+                raise RuntimeError(f"{module} {' '.join(arguments)} ended with {end.code}") from end
     return printed.getvalue()

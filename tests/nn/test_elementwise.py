@@ -25,8 +25,9 @@ LAYOUT = HeadLayout(groups=2, per_group=3, head_dim=4)
 
 @NEEDS_TRITON
 @pytest.mark.parametrize("case", ["gated", "rotary", "norms"])
-def test_in_the_interpreter(run_module: RunModule, case: str) -> None:
-    assert f"{case} passed" in run_module("tests.nn.elementwise_cases", case, interpret=True)
+@pytest.mark.parametrize("more", [("--thinned",), pytest.param((), marks=pytest.mark.slow)], ids=["thinned", "all"])
+def test_in_the_interpreter(run_module: RunModule, case: str, more: tuple[str, ...]) -> None:
+    assert f"{case} passed" in run_module("tests.nn.elementwise_cases", case, *more, interpret=True)
 
 
 @pytest.mark.gpu
