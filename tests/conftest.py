@@ -1,4 +1,4 @@
-"""Shared by all tests: one pool of spawned ranks a world size, the `gpu` marker, hypothesis profiles."""
+"""Shared by all tests: one pool of spawned ranks a world size, processes for Triton, markers, hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import modules
 from tpoverlap.testing import RankPool
 
 # No deadline: two cores are shared with the ranks, so the time of one example says nothing.
@@ -50,5 +51,25 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
         return pools[world_size]
 
     yield pool
+    for started in pools.values():
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def run_module() -> Iterator[Callable[..., str]]:
+    """``run_module(name, *arguments, interpret=...)``: what ``python -m name ...`` prints.
+
+    Whether Triton interprets is decided when it is imported, so there is one process for either, shared by all
+    modules: importing torch and Triton takes longer than most of what they do.
+    """
+    pools: dict[bool, RankPool] = {}
+
+    def run(name: str, *arguments: str, interpret: bool, timeout_s: float = 110.0) -> str:
+        if interpret not in pools:
+            pools[interpret] = RankPool(1, env={"TRITON_INTERPRET": "1" if interpret else None})
+        (printed,) = pools[interpret].run(modules.run, name, arguments, timeout_s=timeout_s)
+        return str(printed)
+
+    yield run
     for started in pools.values():
         started.close()

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from tpoverlap.gemm import PartialGemm
-from tpoverlap.gemm.triton import PieceRows, RowBlock, TilePlan, TileShape, push_plan
+from tpoverlap.gemm.triton import PieceRows, RowBlock, TilePlan, TileShape, kernels_missing, push_plan
 from tpoverlap.gemm.triton.copy_launcher import CopyLauncher
 from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.launcher import GemmLauncher, View
@@ -282,7 +282,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--missing", action="store_true", help="say what the kernels lack on the device, run nothing")
     arguments = parser.parse_args()
+    if arguments.missing:
+        print(kernels_missing(torch.device(arguments.device)) or "works")
+        return
     torch.set_num_threads(1)
     dtypes = [torch.float32, torch.float16] + ([torch.bfloat16] if arguments.device == "cuda" else [])
     for name in arguments.cases:

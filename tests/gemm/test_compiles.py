@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-def build(tile_index: int, **constants: Any) -> dict[str, Any]:
-    """What came out of one variant in bfloat16; in another process, as the interpreter may be on in this one."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gemm.test_compiles", str(tile_index), json.dumps(constants)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+Build = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def build(run_module: Callable[..., str]) -> Build:
+    """``build(tile_index, **constants)``: what came out of one variant in bfloat16."""
+
+    def build(tile_index: int, **constants: Any) -> dict[str, Any]:
+        printed = run_module("tests.gemm.test_compiles", str(tile_index), json.dumps(constants), interpret=False)
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        return found
+
+    return build
 
 
 @pytest.mark.parametrize("tile_index", [0, 1, 4])
-def test_all_gather(tile_index: int) -> None:
+def test_all_gather(build: Build, tile_index: int) -> None:
     found = build(tile_index, HAS_OWN=True, GATED=True)
     assert found["wgmma"] and found["bulk_loads"] and found["bulk_stores"], found
     assert found["acquires"] >= 2, "the flag is read before the spin and in it"
@@ -45,7 +42,7 @@ def test_all_gather(tile_index: int) -> None:
 
 
 @pytest.mark.parametrize("tile_index", [0, 1])
-def test_reduce_scatter(tile_index: int) -> None:
+def test_reduce_scatter(build: Build, tile_index: int) -> None:
     partial = build(tile_index, SIGNALS=True)
     assert partial["carried"] == 5, "each tile bumps its own words: Triton 3.6 dropped two of a place's five numbers"
     assert partial["wgmma"] and not partial["spills"], partial
@@ -56,7 +53,7 @@ def test_reduce_scatter(tile_index: int) -> None:
 
 
 @pytest.mark.parametrize("tile_index", [0, 1, 4])
-def test_all_gather_in_one_launch(tile_index: int) -> None:
+def test_all_gather_in_one_launch(build: Build, tile_index: int) -> None:
     found = build(tile_index, HAS_OWN=True, GATED=True, PUSHES=True)
     assert found["wgmma"] and found["bulk_loads"] and not found["spills"], found
     assert found["wide_stores"] and found["wide_loads"], "rows are pushed in 16-byte vectors"
@@ -66,7 +63,7 @@ def test_all_gather_in_one_launch(tile_index: int) -> None:
 
 
 @pytest.mark.parametrize("tile_index", [1, 3, 4])
-def test_reduce_scatter_in_one_launch(tile_index: int) -> None:
+def test_reduce_scatter_in_one_launch(build: Build, tile_index: int) -> None:
     found = build(tile_index, kernel="scatter_gemm", NUM_RANKS=2, RANK=1)
     assert found["wgmma"] and found["bulk_loads"] and found["spills"] <= 64, found
     assert found["wide_stores"] and found["flags"] == 1 and found["acquires"] >= 2, found

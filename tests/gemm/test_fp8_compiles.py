@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 
 from tests.gemm.test_compiles import _stack_bytes
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 # What `KernelOperations` passes, by the kernel's name: (constants, warps). 16: all aligned.
@@ -30,26 +29,25 @@ POINTERS = {
 }
 
 
-def build(name: str, dtype: str, num_warps: int, **constants: Any) -> dict[str, Any]:
-    """What came out; in another process, as the interpreter may be on in this one."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gemm.test_fp8_compiles", name, dtype, str(num_warps), json.dumps(constants)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert not found["spills"], found
-    return found
+Build = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def build(run_module: Callable[..., str]) -> Build:
+    """``build(name, dtype, num_warps, **constants)``: what came out."""
+
+    def build(name: str, dtype: str, num_warps: int, **constants: Any) -> dict[str, Any]:
+        arguments = (name, dtype, str(num_warps), json.dumps(constants))
+        printed = run_module("tests.gemm.test_fp8_compiles", *arguments, interpret=False)
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        assert not found["spills"], found
+        return found
+
+    return build
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_amax(dtype: str) -> None:
+def test_amax(build: Build, dtype: str) -> None:
     found = build("tiles.amax_tiles", dtype, 8, UNIT=16, ROWS=8, COLUMNS=1024)
     assert found["wide_loads"] and not found["narrow_loads"], found
 
@@ -57,7 +55,7 @@ def test_amax(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("e5m2", [False, True])
 @pytest.mark.parametrize("transposes", [False, True])
-def test_quantize(dtype: str, e5m2: bool, transposes: bool) -> None:
+def test_quantize(build: Build, dtype: str, e5m2: bool, transposes: bool) -> None:
     found = build("tiles.quantize_tiles", dtype, 8, **_QUANTIZE, E5M2=e5m2, TRANSPOSES=transposes)
     assert found["wide_loads"] and not found["narrow_loads"], found
     assert found["wide_stores"], found
@@ -66,25 +64,25 @@ def test_quantize(dtype: str, e5m2: bool, transposes: bool) -> None:
     assert found["shared_bytes"] <= 64 * 1024, "three programs a multiprocessor"
 
 
-def test_transpose() -> None:
+def test_transpose(build: Build) -> None:
     found = build("tiles.transpose_tiles", "bf16", 8, UNIT=16, ROWS=128, COLUMNS=128)
     assert found["wide_loads"] and found["wide_stores"] and not found["narrow_loads"], found
     assert not found["narrow_stores"], found
 
 
 @pytest.mark.parametrize("e5m2", [False, True])
-def test_dequantize(e5m2: bool) -> None:
+def test_dequantize(build: Build, e5m2: bool) -> None:
     found = build("tiles.dequantize_tiles", "bf16", 8, UNIT=16, ROWS=8, COLUMNS=1024, E5M2=e5m2, INTERPRETED=False)
     assert found["wide_loads"] and found["wide_stores"] and not found["narrow_stores"], found
 
 
 @pytest.mark.parametrize(("columns", "num_warps"), [(4096, 4), (8192, 8), (16384, 16)])
-def test_rows(columns: int, num_warps: int) -> None:
+def test_rows(build: Build, columns: int, num_warps: int) -> None:
     found = build("rows.quantize_rows", "bf16", num_warps, **_ROWS, COLUMNS=columns, E5M2=False, PACKED=False)
     assert found["wide_loads"] and found["wide_stores"] and found["to_e4m3"] and not found["narrow_loads"], found
 
 
-def test_packed_rows() -> None:
+def test_packed_rows(build: Build) -> None:
     found = build("rows.quantize_rows", "bf16", 8, **_ROWS, COLUMNS=8192, E5M2=True, PACKED=True)
     assert found["wide_loads"] and found["to_e5m2"] and not found["narrow_loads"], found
     assert not found["narrow_stores"], "words, not bytes"

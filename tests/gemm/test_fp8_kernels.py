@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,37 +16,21 @@ from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.gemm.fp8.kernels.launch import KernelOperations
 from tpoverlap.gemm.fp8.quantize import operations_on
 
-ROOT = Path(__file__).parents[2]
+RunModule = Callable[..., str]
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-def run_cases(*arguments: str, interpret: bool, timeout_s: float) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return done.stdout
 
 
 @NEEDS_TRITON
 @pytest.mark.parametrize("case", list(CASES))
-def test_in_the_interpreter(case: str) -> None:
-    assert f"{case} passed" in run_cases("tests.gemm.fp8_twins", case, interpret=True, timeout_s=110)
+@pytest.mark.parametrize("more", [("--thinned",), pytest.param((), marks=pytest.mark.slow)], ids=["thinned", "all"])
+def test_in_the_interpreter(run_module: RunModule, case: str, more: tuple[str, ...]) -> None:
+    assert f"{case} passed" in run_module("tests.gemm.fp8_twins", case, *more, interpret=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", list(CASES))
-def test_compiled(case: str) -> None:
-    printed = run_cases("tests.gemm.fp8_twins", case, "--device", "cuda", interpret=False, timeout_s=300)
+def test_compiled(run_module: RunModule, case: str) -> None:
+    printed = run_module("tests.gemm.fp8_twins", case, "--device", "cuda", interpret=False, timeout_s=300)
     assert f"{case} passed" in printed
 
 
@@ -92,11 +75,9 @@ def test_a_cpu_runs_the_twins_and_never_the_interpreter_unasked() -> None:
 
 
 @NEEDS_TRITON
-def test_the_benchmark_runs_in_the_interpreter(tmp_path: Path) -> None:
+def test_the_benchmark_runs_in_the_interpreter(run_module: RunModule, tmp_path: Path) -> None:
     file = tmp_path / "kernels.json"
-    run_cases(
-        "benchmarks.fp8_kernels", "--device", "cpu", "--rounds", "1", "--out", str(file), interpret=True, timeout_s=110
-    )
+    run_module("benchmarks.fp8_kernels", "--device", "cpu", "--rounds", "1", "--out", str(file), interpret=True)
     found = json.loads(file.read_text())
     assert len(found["kernels"]) == 8 and all(row["us"] > 0 for row in found["kernels"])
     assert [row["gemm"] for row in found["gemms"] if "error" not in row] == [

@@ -1,12 +1,10 @@
-"""The kernels in Triton's interpreter, each group of cases in a process that has it switched on."""
+"""The kernels in Triton's interpreter, in a process that has it switched on."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,55 +12,30 @@ import torch
 from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.gemm.triton import kernels_missing, require_kernels
 
-ROOT = Path(__file__).parents[2]
+RunModule = Callable[..., str]
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-def run_cases(*arguments: str, interpret: bool = True) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gemm.interpreted", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return done.stdout
 
 
 @NEEDS_TRITON
 @pytest.mark.parametrize(
     "case", ["arrivals", "gives_up", "counts", "adds", "adds_late", "pushes", "scatters", "copies"]
 )
-def test_in_the_interpreter(case: str) -> None:
-    assert f"{case} passed" in run_cases(case)
+def test_in_the_interpreter(run_module: RunModule, case: str) -> None:
+    assert f"{case} passed" in run_module("tests.gemm.interpreted", case, interpret=True)
 
 
 @pytest.mark.gpu
-def test_compiled() -> None:
-    printed = run_cases("counts", "adds", "pushes", "scatters", "copies", "--device", "cuda", interpret=False)
+def test_compiled(run_module: RunModule) -> None:
+    cases = ("counts", "adds", "pushes", "scatters", "copies")
+    printed = run_module("tests.gemm.interpreted", *cases, "--device", "cuda", interpret=False)
     assert printed.count("passed") == 5
 
 
 @NEEDS_TRITON
-def test_the_cpu_needs_the_interpreter() -> None:
-    probe = (
-        "import torch; from tpoverlap.gemm.triton import kernels_missing as k; print(k(torch.device('cpu')) or 'works')"
-    )
-    answers = {}
-    for interpret in ("0", "1"):
-        environment = {**os.environ, "TRITON_INTERPRET": interpret}
-        done = subprocess.run(
-            [sys.executable, "-c", probe], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-        )
-        answers[interpret] = done.stdout.strip()
-    assert "TRITON_INTERPRET=1" in answers["0"]
-    assert answers["1"] == "works"
+def test_the_cpu_needs_the_interpreter(run_module: RunModule) -> None:
+    answers = [run_module("tests.gemm.interpreted", "--missing", interpret=interpret) for interpret in (False, True)]
+    assert "TRITON_INTERPRET=1" in answers[0]
+    assert answers[1] == "works\n"
 
 
 def test_without_triton_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from itertools import product
 from unittest.mock import patch
 
 import torch
@@ -40,15 +41,24 @@ WIDTHS = (8, 1, 33, 1024, 1032)
 LAYOUTS = (HeadLayout(2, 3, 8), HeadLayout(1, 1, 2), HeadLayout(3, 1, 24), HeadLayout(8, 4, 128), HeadLayout(1, 4, 80))
 
 
-class Draws:
-    """Random tensors on one device, in one dtype."""
+GAPS = (0, 8, 3)
+"""Between rows, in elements: none, whole vectors, and one that ends vectors."""
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self.device, self.dtype = torch.device(device), dtype
+
+class Draws:
+    """Random tensors on one device, in one dtype. ``thinned``: ``GAPS`` take turns instead of each with everything."""
+
+    def __init__(self, device: str, dtype: torch.dtype, *, thinned: bool = False) -> None:
+        self.device, self.dtype, self._thinned = torch.device(device), dtype, thinned
         self._generator = torch.Generator().manual_seed(3)
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(*shape, generator=self._generator).to(self.device, dtype or self.dtype)
+
+    def gaps(self, *indices: int) -> tuple[int, ...]:
+        """Of the case at these places of its lists. Thinned, each gap still meets each entry of each list."""
+        turn = sum(indices) % len(GAPS)
+        return GAPS[turn : turn + 1] if self._thinned else GAPS
 
     def rows_of(self, rows: int, width: int, gap: int) -> torch.Tensor:
         """[rows, width] of rows that lie ``gap`` elements apart, between NaN that nobody may read."""
@@ -66,11 +76,10 @@ def _close(actual: torch.Tensor, twin: torch.Tensor, reference: torch.Tensor, wh
 def gated(draw: Draws) -> None:
     """Every gate forward and backward; contiguous and strided rows; extreme numbers."""
     for gate in ("silu", "gelu", "relu"):
-        for rows in ROWS:
-            for width in WIDTHS:
-                for gap in (0, 8, 3):
-                    h, dy = draw.rows_of(rows, 2 * width, gap), draw.rows_of(rows, width, gap)
-                    _check_gated(h, dy, gate, f"{gate} {rows}x{width} gap {gap} {draw.dtype}")
+        for (i, rows), (j, width) in product(enumerate(ROWS), enumerate(WIDTHS)):
+            for gap in draw.gaps(i, j):
+                h, dy = draw.rows_of(rows, 2 * width, gap), draw.rows_of(rows, width, gap)
+                _check_gated(h, dy, gate, f"{gate} {rows}x{width} gap {gap} {draw.dtype}")
         extreme = draw(1, 16)
         extreme[0, :8] = torch.tensor([-60000.0, -90.0, -0.0, 0.0, 90.0, 6000.0, 1e-6, -3.0])
         _check_gated(extreme, draw(1, 8), gate, f"extreme {gate} {draw.dtype}")
@@ -90,12 +99,11 @@ def _check_gated(h: torch.Tensor, dy: torch.Tensor, gate: str, what: str) -> Non
 
 def rotary(draw: Draws) -> None:
     """Split and merge, with and without a table, every layout; strided rows; the way back undoes the way."""
-    for rows in ROWS:
-        for layout in LAYOUTS:
-            table = RotaryTable.of(torch.arange(rows, device=draw.device) * 7, layout.head_dim, 100.0)
-            for cos, sin in ((table.cos, table.sin), (None, None)):
-                for gap in (0, 8, 3):
-                    _check_rotary(draw, draw.rows_of(rows, layout.width, gap), cos, sin, layout)
+    for (i, rows), (j, layout) in product(enumerate(ROWS), enumerate(LAYOUTS)):
+        table = RotaryTable.of(torch.arange(rows, device=draw.device) * 7, layout.head_dim, 100.0)
+        for k, (cos, sin) in enumerate(((table.cos, table.sin), (None, None))):
+            for gap in draw.gaps(i, j, k):
+                _check_rotary(draw, draw.rows_of(rows, layout.width, gap), cos, sin, layout)
 
 
 def _check_rotary(
@@ -127,12 +135,10 @@ def norms(draw: Draws) -> None:
     shapes = [(1, 8), (2, 33), (0, 16), (7, 3), (9, 256), (3, 1032)]
     if draw.device.type == "cuda":
         shapes += [(2000, 4096), (531, 8192), (700, 5000)]  # more rows than programs
-    for centred in (True, False):
-        for zero_centered in (True, False):
-            kind = NormKind(centred, zero_centered, 1e-5)
-            for rows, width in shapes:
-                for gap in (0, 8, 3):
-                    _check_norm(draw, draw.rows_of(rows, width, gap), kind)
+    kinds = [NormKind(centred, zero_centered, 1e-5) for centred, zero_centered in product((True, False), repeat=2)]
+    for (i, kind), (j, (rows, width)) in product(enumerate(kinds), enumerate(shapes)):
+        for gap in draw.gaps(i, j):
+            _check_norm(draw, draw.rows_of(rows, width, gap), kind)
     with patch.object(norms_module, "_most_programs", lambda device: 150):  # so that their sums take several steps
         _check_norm(draw, draw(151, 40), NormKind(True, False, 1e-5))
     flat = draw(2, 16) * 0 + 3.0
@@ -172,12 +178,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--thinned", action="store_true")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     dtypes = [torch.float32, torch.float16] + ([torch.bfloat16] if arguments.device == "cuda" else [])
     for name in arguments.cases:
         for dtype in dtypes:
-            CASES[name](Draws(arguments.device, dtype))
+            CASES[name](Draws(arguments.device, dtype, thinned=arguments.thinned))
         print(f"{name} passed", flush=True)
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,42 +18,26 @@ from tpoverlap.nn.elementwise import HeadLayout, NormKind, launch, merge_rotate,
 from tpoverlap.nn.elementwise.launch import DirectKernel, runs_kernels, vector_unit
 from tpoverlap.nn.split_qkv import require_table, split_qkv
 
-ROOT = Path(__file__).parents[2]
+RunModule = Callable[..., str]
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 LAYOUT = HeadLayout(groups=2, per_group=3, head_dim=4)
 
 
-def run_module(module: str, *arguments: str, interpret: bool) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return done.stdout
-
-
 @NEEDS_TRITON
 @pytest.mark.parametrize("case", ["gated", "rotary", "norms"])
-def test_in_the_interpreter(case: str) -> None:
-    assert f"{case} passed" in run_module("tests.nn.elementwise_cases", case, interpret=True)
+@pytest.mark.parametrize("more", [("--thinned",), pytest.param((), marks=pytest.mark.slow)], ids=["thinned", "all"])
+def test_in_the_interpreter(run_module: RunModule, case: str, more: tuple[str, ...]) -> None:
+    assert f"{case} passed" in run_module("tests.nn.elementwise_cases", case, *more, interpret=True)
 
 
 @pytest.mark.gpu
-def test_compiled() -> None:
+def test_compiled(run_module: RunModule) -> None:
     printed = run_module("tests.nn.elementwise_cases", "--device", "cuda", interpret=False)
     assert printed.count("passed") == 3
 
 
 @NEEDS_TRITON
-def test_compiled_for_hopper_all_accesses_are_16_bytes_wide() -> None:
+def test_compiled_for_hopper_all_accesses_are_16_bytes_wide(run_module: RunModule) -> None:
     found: dict[str, dict[str, int]] = json.loads(
         run_module("tests.nn.elementwise_compiles", interpret=False).splitlines()[-1]
     )

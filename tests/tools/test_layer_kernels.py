@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,22 +12,11 @@ import torch
 
 from benchmarks import layer_kernels
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_on_the_cpu(tmp_path: Path) -> None:
+def test_on_the_cpu(run_module: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "kernels.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.layer_kernels", "--out", str(out), "--device", "cpu"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = run_module("benchmarks.layer_kernels", "--out", str(out), "--device", "cpu", interpret=True)
     found = json.loads(out.read_text())
     assert "no speeds" in found["device"] and found["environment"]["torch"] == torch.__version__
     rows = found["rows"]
@@ -44,7 +31,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     for name, numbers in rows.items():
         assert numbers["torch_us"] > 0 and numbers["torch_host_us"] > 0, name
         assert numbers["torch_gb_per_s"] == pytest.approx(numbers["size_bytes"] / numbers["torch_us"] / 1e3), name
-        assert name in done.stdout
+        assert name in printed
 
 
 def test_a_wrong_kernel_stops_it() -> None:
