@@ -95,6 +95,7 @@ class CommOverlap:
         if self._quantised is None:
             self._quantised = copy.copy(self)
             self._quantised.is_quantised = True
+            self._quantised.scatter_staging = None  # that of this one has another dtype
         return self._quantised
 
     @property
@@ -171,12 +172,13 @@ class CommOverlap:
         if self.is_reduce_scatter:
             if self.scatter_staging is None:
                 manager = self.manager
-                self.scatter_staging = torch.empty(
-                    self.max_tokens, self.width, dtype=self.buffer_dtype, device=manager.device
-                )
+                with torch.inference_mode(False):  # it outlives the caller's mode
+                    self.scatter_staging = torch.empty(
+                        self.max_tokens, self.width, dtype=self.buffer_dtype, device=manager.device
+                    )
                 if manager.channel is not None:
                     manager.channel.also_holds(self.scatter_staging)
-            return self.scatter_staging[rows]
+            return self.scatter_staging.detach()[rows]  # what autograd hangs on a view must not stay on the buffer
         return self.manager.next_gather_slot(self, partition)[rows]
 
     def copy_into_buffer(self, x: torch.Tensor, local_chunk: bool = False) -> None:

@@ -108,3 +108,23 @@ def _beside_scatter(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, product = tpo.bulk_reduce_scatter(whole, manager.get("qkv_wgrad"), gemm=(x, weight))
     return product.sum(), whole.sum(0).expand(WIDTH, WIDTH)
+
+
+def staging_outlives_its_first_caller(rank: int, size: int, backend: str) -> None:
+    """The reduce-scatter's staging buffer after a first use under inference mode, in autograd, and for FP8 rows."""
+    with make_manager(backend=backend, quantization_modes=["none", "fp8"]) as manager:
+        manager.set_active_shape(2 * size + 1)
+        partition, comm, layer = manager.partition, manager.get("proj_fprop"), manager.layer("proj")
+        assert partition is not None
+        with torch.inference_mode():
+            comm.get_buffer()
+        for seed in (3, 4):  # twice: a graph that stayed on the buffer would be run backward again
+            x = seeded(partition.total, WIDTH, seed=seed).requires_grad_()
+            weight = seeded(WIDTH, WIDTH, seed=5)
+            buffer = comm.get_buffer()
+            buffer.copy_(2 * x)
+            tpo.gemm_reduce_scatter(buffer, weight, layer).sum().backward()
+            torch.testing.assert_close(x.grad, 2 * weight.sum(0).expand(partition.total, -1))
+            assert not comm.get_buffer().requires_grad, "autograd must not stay on the buffer"
+        quantised = manager.get("proj_fprop", quantised=True)
+        assert quantised.get_buffer().dtype == torch.uint8 and comm.get_buffer().dtype == manager.dtype

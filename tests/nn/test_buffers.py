@@ -21,3 +21,8 @@ def test_view_of_gathered(rank_pool: Callable[[int], RankPool]) -> None:
 
 def test_other_inputs_from_the_buffer(rank_pool: Callable[[int], RankPool]) -> None:
     rank_pool(2).run(buffer_ranks.other_inputs_from_the_buffer, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("backend", ["shared", "process_group"])
+def test_staging_outlives_its_first_caller(rank_pool: Callable[[int], RankPool], backend: str) -> None:
+    rank_pool(2).run(buffer_ranks.staging_outlives_its_first_caller, backend, timeout_s=60.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +35,7 @@ class Region:
     held: set[int] = field(default_factory=set)
     _slots: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, int]] = field(default_factory=dict)
     _views: dict[tuple[int, int, int, tuple[int, ...], torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.slot_bytes = self.layout.regions[self.index].slot_bytes
@@ -70,11 +72,12 @@ class Region:
         for length in reversed(shape):
             strides.append(stride)
             stride *= length
-        if len(self._views) >= _VIEWS:
-            del self._views[next(iter(self._views))]
         with torch.inference_mode(False):  # it outlives the caller's mode
             view = whole.as_strided(shape, strides[::-1], offset + first_element)
-        self._views[rank, slot, first_element, shape, dtype] = view
+        with self._lock:  # the comm thread makes views for what it sends while the caller makes others
+            if len(self._views) >= _VIEWS:
+                del self._views[next(iter(self._views))]
+            self._views[rank, slot, first_element, shape, dtype] = view
         return view
 
     def _whole_slot(self, rank: int, slot: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
