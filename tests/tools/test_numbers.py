@@ -18,14 +18,14 @@ def _float_options(command: click.Command, path: tuple[str, ...] = ()) -> list[t
             assert one is not None, name
             found += _float_options(one, (*path, name))
         return found
-    return [(path, param.opts[0]) for param in command.params if isinstance(param.type, click.types.FloatParamType)]
+    return [(path, param.opts[0]) for param in command.params if isinstance(param.type, click.FloatRange)]
 
 
 OPTIONS = _float_options(main)
 
 
 def test_there_are_such_options() -> None:
-    assert {path[0] for path, _ in OPTIONS} == {"train", "bench", "tune", "profile", "predict", "doctor", "config"}
+    assert {path[0] for path, _ in OPTIONS} == {"train", "bench", "tune", "profile", "predict", "doctor"}
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])

@@ -11,7 +11,6 @@ import click
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.tools.config.text import printable
-from tpoverlap.tools.numbers import FiniteRange
 
 if TYPE_CHECKING:
     from tpoverlap.config import FileReport, ResolvedConfig
@@ -29,8 +28,8 @@ _SIZE = click.IntRange(1, 2**31 - 1)
 @click.option("--gated", is_flag=True, help="fc1 computes a gate as well (SwiGLU): twice the columns.")
 @click.option("--qkv-width", type=_SIZE, help="Q, K and V together; default 3 H.")
 @click.option("--gemm", "only", multiple=True, metavar="NAME", help="Explain this name only; may be repeated.")
-@click.option("--tflops", type=FiniteRange(), help="Assumed GEMM rate of one GPU, TFLOP/s.")
-@click.option("--link-gb-s", type=FiniteRange(), help="Assumed rate at which a rank sends, 1e9 bytes/s.")
+@click.option("--tflops", type=float, help="Assumed GEMM rate of one GPU, TFLOP/s.")
+@click.option("--link-gb-s", type=float, help="Assumed rate at which a rank sends, 1e9 bytes/s.")
 @click.option("--rates", "rates_path", metavar="JSON", help="Measured rates: gemm_tflops, link_gb_s, source.")
 @click.option("--plot", "plot_path", metavar="PNG", help="Draw all timelines.")
 @click.pass_context
