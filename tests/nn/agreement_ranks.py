@@ -94,7 +94,7 @@ def inputs_differ(rank: int, size: int, what: str, last: int) -> tuple[str, str]
         def attend(offsets: torch.Tensor) -> torch.Tensor:
             recipe = tpo.Float8CurrentScaling() if what == "cu_seqlens, FP8" else None
             more = {"sequence_parallel": what != "cu_seqlens, whole rows", "fp8_recipe": recipe}
-            layer = tpo.nn.MultiheadAttention(HIDDEN, size, kv_channels=8, manager=manager, **more)
+            layer = tpo.nn.MultiheadAttention(HIDDEN, size, kv_channels=16, manager=manager, **more)
             x = torch.randn(8, HIDDEN)
             with manager.microbatch(8) as partition:
                 found = layer(x[partition.rows(rank)] if more["sequence_parallel"] else x, offsets)
