@@ -295,6 +295,12 @@ MISUSES: dict[str, Any] = {
     "ffn": lambda m: _mlp(m, 4 * m.tp_size + 1),
     "features": lambda m: _qkv(m, 4 * m.tp_size + 1),
     "heads": lambda m: _mha(m, heads=2 * m.tp_size + 1),
+    "no heads": lambda m: _mha(m, heads=0),
+    "heads are text": lambda m: _mha(m, heads="4"),
+    "ffn is no whole number": lambda m: _mlp(m, 4.0 * m.tp_size),
+    "a tensor of angles": lambda m: tpo.nn.MultiheadAttention(WIDTH, 2 * m.tp_size, kv_channels=4, manager=m)(
+        _shard(m, 3 * m.tp_size), rotary_pos_emb=torch.zeros(3 * m.tp_size, 4)
+    ),
     "groups": lambda m: _mha(m, num_gqa_groups=m.tp_size + 1),
     "heads by groups": lambda m: _mha(m, heads=3 * m.tp_size, num_gqa_groups=2 * m.tp_size),
     "hidden by heads": lambda m: _mha(m, heads=3 * m.tp_size, kv_channels=None),

@@ -47,6 +47,17 @@ def test_positions_restart(dtype: torch.dtype) -> None:
     assert PackedSequences([0, 3], 3, CPU).positions.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_tensor_of_offsets_may_be_filled_again(dtype: torch.dtype) -> None:
+    """By the next microbatch, before this one's backward reads the offsets."""
+    offsets = torch.tensor(OFFSETS, dtype=dtype)
+    packed = packed_sequences(offsets, 13, CPU)
+    offsets.copy_(torch.tensor([0, 1, 2, 13]))
+    assert tuple(packed.offsets.tolist()) == packed.host_offsets == OFFSETS
+    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]
+    assert packed_sequences(offsets, 13, CPU).host_offsets == (0, 1, 2, 13)
+
+
 def test_rotation_is_by_distance_and_keeps_the_dtype() -> None:
     table = RotaryTable.of(torch.arange(9), 8, 100.0)
     a, b = (torch.randn(1, 1, 8).expand(9, 1, 8) for _ in range(2))

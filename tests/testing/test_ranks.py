@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 
 from tests.testing import rank_functions as functions
 from tpoverlap.testing import RankFailure, RankPool, run_ranks
+from tpoverlap.testing.processes import _interrupts_held
 
 Pools = Callable[[int], RankPool]
 
@@ -223,3 +225,11 @@ def test_ranks_die_with_a_parent_that_was_killed(tmp_path: Path) -> None:
         time.sleep(0.5)  # into the run: rank 0 idle, rank 1 inside the call
         parent.kill()
     assert _gone(pids)
+
+
+def test_an_interrupt_waits_until_a_rank_has_its_arguments() -> None:
+    finished = False
+    with pytest.raises(KeyboardInterrupt), _interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+        finished = True
+    assert finished and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -11,6 +11,7 @@ import torch
 from tpoverlap.default_manager import default_manager
 from tpoverlap.errors import ConfigError
 from tpoverlap.nn.shard_spec import ShardSpec
+from tpoverlap.tokens import as_int
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
@@ -54,7 +55,10 @@ def require_ub_names(names: object, *roles: str) -> None:
 
 def divided(what: str, size: int, manager: UserBufferManager) -> int:
     """``size / R``. Raises ConfigError, with both numbers, if that is no whole number of at least 1."""
-    if size < 1 or size % manager.tp_size:
+    whole = as_int(size)
+    if whole is None or whole < 1:
+        raise ConfigError(f"{what} must be a whole number of at least 1, got {size!r}")
+    if size % manager.tp_size:
         raise ConfigError(f"{what}={size} is not divisible by tp_size={manager.tp_size}")
     return size // manager.tp_size
 

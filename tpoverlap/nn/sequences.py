@@ -63,7 +63,8 @@ class PackedSequences:
         self.agreement = 0 if self._host is None else hash(self._host)
         """What ranks compare: a hash of the offsets where the host knew them from the start, else 0."""
         source = torch.tensor(self._host, dtype=torch.int32) if given is None or given.device != device else given
-        self.offsets = source.to(device, torch.int32, non_blocking=True)
+        # A copy: with interleaved microbatches backward reads it after the caller has refilled a tensor of its own.
+        self.offsets = source.to(device, torch.int32, non_blocking=True, copy=given is not None)
         """int32 [number of sequences + 1], on the device of the activations."""
 
     @property

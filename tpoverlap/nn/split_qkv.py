@@ -7,14 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpoverlap.errors import ActiveShapeError
+from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.nn.autograd import apply, differentiable_once
 from tpoverlap.nn.elementwise import HeadLayout, merge_rotate, split_rotate, split_rotate_twin
 from tpoverlap.nn.rotary import RotaryTable
 
 
 def require_table(table: RotaryTable, num_tokens: int, head_dim: int) -> None:
-    """Raise ActiveShapeError unless ``table`` has the angles of T rows and of a head's d/2 pairs."""
+    """Raise unless ``table`` has the angles of T rows and of a head's d/2 pairs.
+
+    Raises:
+        ConfigError: no table at all. ActiveShapeError: of another shape.
+    """
+    if not isinstance(table, RotaryTable):
+        raise ConfigError(
+            f"rotary_pos_emb must be a RotaryTable, got {type(table).__name__}; RotaryTable.of(positions, "
+            f"{head_dim}) makes one, RotaryTable(cos, sin) takes angles that you have"
+        )
     wanted = (num_tokens, 1, head_dim // 2)
     if head_dim % 2 or table.cos.shape != wanted or table.sin.shape != wanted:
         raise ActiveShapeError(

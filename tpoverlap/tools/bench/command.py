@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpoverlap.errors import BackendUnavailableError, ConfigError, TpOverlapError
+from tpoverlap.tools.numbers import FiniteRange
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +55,7 @@ _POSITIVE = click.IntRange(min=1)
     help="Operations queued behind a delay kernel (GPU only).",
 )
 @click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no row after so long; say what is left out."
+    "--minutes", type=FiniteRange(min=0, min_open=True), help="Begin no row after so long; say what is left out."
 )
 @click.option("--json", "json_path", metavar="F", type=_path_type(), help="Results; rewritten after every row.")
 @click.option("--plot", "plot_path", metavar="F", type=_path_type(), help="PNG: time against T, and the limit.")
@@ -62,7 +63,7 @@ _POSITIVE = click.IntRange(min=1)
     "--timeout",
     "timeout_s",
     metavar="S",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=60.0,
     show_default=True,
     help="Seconds after which a silent peer counts as dead.",

@@ -21,6 +21,7 @@ DEFAULT_TP_SIZE = 2
 Name = TypeVar("Name", bound=str)
 Numbers = Literal["bfloat16", "fp8"]
 """What a row multiplies: the run's dtype (float32 on CPUs), or FP8."""
+_LARGEST = 1 << 24
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
@@ -89,9 +90,9 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     """``TxKxN`` -> (T, K, N). Raises ConfigError."""
     found = _SHAPE.fullmatch(text.strip().lower())
     shape = tuple(map(int, found.groups())) if found else ()
-    if len(shape) != 3 or min(shape) < 1:
+    if len(shape) != 3 or min(shape) < 1 or max(shape) > _LARGEST:
         raise ConfigError(
-            f"--shape {text!r} is not TxKxN with positive whole numbers; write 8192x8192x4096 for example"
+            f"--shape {text!r} is not TxKxN with whole numbers from 1 to {_LARGEST}; write 8192x8192x4096 for example"
         )
     return shape
 
@@ -102,8 +103,10 @@ def parse_tokens(text: str) -> tuple[int, ...]:
         tokens = sorted({int(part) for part in text.split(",")})
     except ValueError:
         tokens = []
-    if not tokens or tokens[0] < 1:
-        raise ConfigError(f"--tokens {text!r} is not a list of positive whole numbers; write 16,128,4096 for example")
+    if not tokens or tokens[0] < 1 or tokens[-1] > _LARGEST:
+        raise ConfigError(
+            f"--tokens {text!r} is not a list of whole numbers from 1 to {_LARGEST}; write 16,128,4096 for example"
+        )
     return tuple(tokens)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from tpoverlap.tools.numbers import FiniteRange
+
 
 @click.command()
 @click.option(
@@ -21,7 +23,7 @@ import click
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=1.0),
+    type=FiniteRange(min=1.0),
     default=20.0,
     show_default=True,
     metavar="SECONDS",

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from tpoverlap.errors import ConfigError
+from tpoverlap.tools.numbers import FiniteRange
 
 _SIZE = click.IntRange(1, 2**31 - 1)
 _PLOT_POINTS = 40
@@ -33,7 +34,7 @@ _PLOT_POINTS = 40
 @click.option(
     "--topology", metavar="FILE|PRESET", help="doctor's --json, or hgx-8, gh200-x1, gh200-x2, gh200-x4, nvl72."
 )
-@click.option("--network-gb-s", type=click.FloatRange(min=0, min_open=True), default=50.0, show_default=True,
+@click.option("--network-gb-s", type=FiniteRange(min=0, min_open=True), default=50.0, show_default=True,
               help="Assumed rate between NVLink domains, 1e9 bytes/s.")  # fmt: skip
 @click.option(
     "--launches",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tpoverlap.errors import ConfigError, TpOverlapError
+from tpoverlap.tools.numbers import FiniteRange
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,10 +38,10 @@ def profile() -> None:
 @click.option(
     "--try", "try_advice", is_flag=True, help="Measure the advised options too, in turns, and say what it gave."
 )
-@click.option("--minutes", type=click.FloatRange(min=0.0, min_open=True), default=10.0, show_default=True,
+@click.option("--minutes", type=FiniteRange(min=0.0, min_open=True), default=10.0, show_default=True,
               help="For all T together; fewer rounds where they do not fit.")  # fmt: skip
 @click.option("-o", "--out", "out_dir", metavar="DIR", required=True, help="For traces, pictures and reports.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=10.0), default=600.0, show_default=True)
+@click.option("--timeout", "timeout_s", type=FiniteRange(min=10.0), default=600.0, show_default=True)
 def run(
     hidden: int,
     ffn: int,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpoverlap.errors import BackendUnavailableError, ConfigError, TpOverlapError
+from tpoverlap.tools.numbers import FiniteRange
 from tpoverlap.tools.train.methods import METHOD_CHOICES
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _layers(given: tuple[int | str, ...]) -> tuple[int, LayerStyle]:
 )
 @click.option("--heads", type=_POSITIVE, default=8, show_default=True)
 @click.option("--ffn", type=_POSITIVE, default=768, show_default=True)
-@click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=1e-3, show_default=True)
+@click.option("--learning-rate", type=FiniteRange(min=0, min_open=True), default=1e-3, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Of weights and document order.")
 @click.option(
     "--check-reference", is_flag=True, help="Train the same model without TP too; differences end in exit code 1."
@@ -128,7 +129,7 @@ def _layers(given: tuple[int | str, ...]) -> tuple[int, LayerStyle]:
     "--timeout",
     "timeout_s",
     metavar="S",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=120.0,
     show_default=True,
     help="Seconds after which a silent rank counts as hung.",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpoverlap.errors import BackendUnavailableError, ConfigError, TpOverlapError
+from tpoverlap.tools.numbers import FiniteRange
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +42,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="cpu: for trying it out."
 )
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="[default: bf16 on cuda, fp32 on cpu]")
-@click.option("--minutes", type=click.FloatRange(min=0), default=10.0, show_default=True,
+@click.option("--minutes", type=FiniteRange(min=0), default=10.0, show_default=True,
               help="For everything, starting the ranks included; then the file has what is known.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each interleaved run.")
 @click.option("--restart", is_flag=True, help="Forget what an interrupted run measured.")
@@ -49,7 +50,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="[default: the user's cache]")
 @click.option("--no-cache", is_flag=True, help="Write the file only.")
 @click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Everything that was measured, as JSON.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=5), default=120.0, show_default=True, metavar="S",
+@click.option("--timeout", "timeout_s", type=FiniteRange(min=5), default=120.0, show_default=True, metavar="S",
               help="Seconds after which a silent rank counts as hung.")  # fmt: skip
 def tune(
     output: Path,
