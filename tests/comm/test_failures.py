@@ -113,7 +113,10 @@ def test_a_rank_dies(rank_pool: Pools, backend: str, kind: str, where: str, worl
     assert all("died" in failure.first.message for failure in failures if failure is not None)
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("ring_ag", 3), ("pipeline_rs", 2)])
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [("ring_ag", 3), pytest.param("pipeline_rs", 2, marks=pytest.mark.slow)],  # waits for its time-outs
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_stalls_inside(rank_pool: Pools, backend: str, kind: str, world_size: int) -> None:
     """Longer than timeout_s=2: the others give up then, and the stalled rank learns it."""

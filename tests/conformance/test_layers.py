@@ -13,7 +13,7 @@ RunCases = Callable[[int, list[Case]], None]
 PARTS = 5
 
 # Every case on two ranks; elsewhere, where the arithmetic is the same and only the schedule grows, parts of them.
-FULL = [(2, torch.float32, "shared"), (3, torch.bfloat16, "shared")]
+FULL = [(2, torch.float32, "shared"), pytest.param(3, torch.bfloat16, "shared", marks=pytest.mark.slow)]
 PARTIAL = [(1, torch.float32, "shared", 1), (2, torch.float16, "process_group", 0)]
 
 
@@ -38,13 +38,15 @@ def one_of_each(size: int, setting: Setting) -> list[Case]:
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_every_layer_on_four_ranks(part: int, run_cases: RunCases) -> None:
-    run_cases(4, one_of_each(4, Setting(backend="shared"))[part::3])
+@pytest.mark.parametrize(("size", "dtype"), [(3, torch.bfloat16), (4, torch.float32)], ids=str)
+def test_every_layer_on_more_ranks(size: int, dtype: torch.dtype, part: int, run_cases: RunCases) -> None:
+    run_cases(size, one_of_each(size, Setting(dtype=dtype, backend="shared"))[part::3])
 
 
-def test_four_ranks_have_every_case_and_layer() -> None:
-    chosen = one_of_each(4, Setting())
-    assert {case.number for case in chosen} == {5, 6, 7, 13} == {case.number for case in layer_cases(Setting(), 4)}
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_ranks_have_every_case_and_layer(size: int) -> None:
+    chosen = one_of_each(size, Setting())
+    assert {case.number for case in chosen} == {5, 6, 7, 13} == {case.number for case in layer_cases(Setting(), size)}
     assert {case.args[1] for case in chosen if case.check is layers.check_layer} == set(layers.KINDS)
     assert len({case.args[2] for case in chosen if case.check is layers.check_layer}) > 4, "modes do not take turns"
 

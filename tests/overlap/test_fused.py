@@ -86,7 +86,7 @@ def test_bulk_by_copy_programs(pool: RankPool) -> None:
     assert pool.run(fused_ranks.bulk_by_programs, setting(torch.float16), turns) == [len(turns)] * 2
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_more_ranks(size: int) -> None:
     turns = partitions(size)[:: size - 2]
     with RankPool(size, env={"TRITON_INTERPRET": "1"}) as more:
