@@ -45,6 +45,13 @@ __all__ = [
 ]
 
 logger = logging.getLogger("tpoverlap")
+_LAYERS = ("Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAYERS:
+        raise AttributeError(f"tpoverlap.te has the names of the buffers; the layer is tpoverlap.nn.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class UserBufferQuantizationMode(Enum):

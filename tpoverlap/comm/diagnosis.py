@@ -129,7 +129,8 @@ class Diagnosis:
         return RankMismatchError(
             f"ranks disagree on operation number {sequence}: {'; '.join(parts)}. "
             "Every rank must call the same operations in the same order, with the same T, row counts, dtype and "
-            "options (FP8 recipes and delayed scaling's history; on the CPU tokens, targets and cu_seqlens, too)"
+            "options (FP8 recipes and delayed scaling's history; on the CPU tokens, targets and cu_seqlens, too). Without an "
+            "active shape T is inferred from a rank's own rows: call set_active_shape for each microbatch"
         )
 
     def gave_up(self, peer: int, word: int, what: str) -> TpOverlapError:
@@ -161,7 +162,8 @@ class Diagnosis:
         return blame(
             peer,
             f"rank {self.rank} waited {waited_s:.1f} s for rank {peer}: {what}. "
-            f"Rank {peer} is stuck, dead, or slower than timeout_s={self.timeout_s:g}",
+            f"Rank {peer} is stuck, dead, slower than timeout_s={self.timeout_s:g}, or raised before it began: see its "
+            "own log",
         )
 
     def missing_peers(self, sequence: int) -> list[int]:

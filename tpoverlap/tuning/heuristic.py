@@ -83,11 +83,11 @@ def basis_of(device: DeviceModel, tp_size: int) -> str:
 
 
 def break_even(device: DeviceModel, problem: Problem, legal: Sequence[str], max_tokens: int = 1 << 16) -> int | None:
-    """The smallest T, in steps of 64, from which some overlap beats sequential up to ``max_tokens``; None: nowhere."""
+    """The smallest T, in steps of 64, from which some overlap beats sequential in a layer up to ``max_tokens``; None: nowhere."""
     found: int | None = None
     for tokens in range(max_tokens, 0, -64):
         at = problem.at(tokens)
-        sequential, *others = (estimate(device, at, one).time_us for one in candidates(at, legal))
+        sequential, *others = (estimate(device, at, one).time_in_layer_us for one in candidates(at, legal))
         if not others or min(others) > WORTH_IT * sequential:
             break
         found = tokens
