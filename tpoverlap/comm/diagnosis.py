@@ -129,8 +129,8 @@ class Diagnosis:
         return RankMismatchError(
             f"ranks disagree on operation number {sequence}: {'; '.join(parts)}. "
             "Every rank must call the same operations in the same order, with the same T, row counts, dtype and "
-            "options (FP8 recipes and delayed scaling's history; on the CPU tokens, targets and cu_seqlens, too). Without "
-            "an active shape T is inferred from a rank's own rows: call set_active_shape for each microbatch"
+            "options (FP8 recipes and delayed scaling's history; on the CPU tokens, targets and cu_seqlens, too). "
+            "Without an active shape T is inferred from a rank's own rows: call set_active_shape for each microbatch"
         )
 
     def gave_up(self, peer: int, word: int, what: str) -> TpOverlapError:
