@@ -49,8 +49,8 @@ def show(console: Console, answer: Prediction) -> None:
     console.print(table)
     if any(row.host_bound for gemm in answer.gemms for row in gemm.rows):
         console.print(
-            "*: the processor's launches are the limit, not the GPU; --launches hidden leaves them out. The method is the "
-            "best in a layer, whose other work hides part of its launches; the times are of the operation alone"
+            "*: the processor's launches are the limit, not the GPU; --launches hidden leaves them out. The method is "
+            "the best in a layer, whose other work hides part of its launches; the times are of the operation alone"
         )
     console.print(
         "NCCL: plain cuBLAS, then NCCL's collective, without tpoverlap; our seq.: tpoverlap's own method sequential. "
