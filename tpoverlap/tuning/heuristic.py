@@ -83,7 +83,7 @@ def basis_of(device: DeviceModel, tp_size: int) -> str:
 
 
 def break_even(device: DeviceModel, problem: Problem, legal: Sequence[str], max_tokens: int = 1 << 16) -> int | None:
-    """The smallest T, in steps of 64, from which to ``max_tokens`` some overlap beats sequential in a layer, or None."""
+    """The smallest T, in steps of 64, from which up to ``max_tokens`` overlap beats sequential in a layer; or None."""
     found: int | None = None
     for tokens in range(max_tokens, 0, -64):
         at = problem.at(tokens)
