@@ -9,11 +9,12 @@ import psutil
 import torch
 
 import tpoverlap as tpo
+from tpoverlap.tools.tune.measure import rank_device
 
 
 def thousand_shapes(rank: int, world_size: int, device_type: str, count: int) -> dict[str, Any]:
     """Growth over ``count`` random T after a warm-up: torch's statistics, the driver's free memory, and RSS."""
-    device = _device(rank, device_type)
+    device = rank_device(rank, device_type)
     capacity, width = 2048, 256
     manager = tpo.UserBufferManager(None, (capacity, width), device=device, tuning_cache=False)
     weight = torch.randn(128, width, device=device, dtype=torch.bfloat16)
@@ -50,11 +51,3 @@ def _memory(device: torch.device) -> dict[str, int]:
         memory["allocated_bytes"] = torch.cuda.memory_allocated(device)
         memory["driver_used_bytes"] = torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]
     return memory
-
-
-def _device(rank: int, device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

@@ -126,18 +126,17 @@ def rows_from_the_callers_stream(rank: int, world_size: int, uses: int, by_comm:
         with mgr.operation(mgr.get("qkv_fprop"), partition, scatter=False).open_gather() as exchange:
             assert isinstance(exchange, DeviceExchange)
             caller, slot, peer, bytes_ = exchange.caller, exchange._slot, 1 - rank, own.nbytes
-            place, epoch = slots.at("ag")
-            assert epoch == exchange.arrivals.epoch and place.slot.words == exchange.arrivals.address
-            assert place.slot.data == slot.data[rank] and place.credits[peer] == slot.credit_in[peer]
-            assert place.slot.peers is not None
-            assert place.slot.peers.tolist() == [list(pair) for pair in zip(slot.data, slot.arrival_out, strict=True)]
+            made, epoch = slots.at("ag")
+            assert epoch == exchange.arrivals.epoch and made.words == exchange.arrivals.address
+            assert made.data == slot.data[rank] and made.peers is not None
+            assert made.peers.tolist() == [list(pair) for pair in zip(slot.data, slot.arrival_out, strict=True)]
             if by_comm:
                 exchange.copier = InKernel()
                 for step in exchange.steps:
                     exchange.send(step, own, partition.rows(rank).start)
                 caller.wait(exchange.sent())
             else:
-                assert _credits_on_the_callers_stream(exchange, mgr.channel, place, epoch)
+                assert _credits_on_the_callers_stream(exchange, mgr.channel)
 
             def kernel(own: Any = own, got: Any = got, slot: Any = slot, epoch: int = exchange.arrivals.epoch) -> None:
                 time.sleep(0.3 * rank)  # the host and the comm stream are far ahead

@@ -126,6 +126,8 @@ BROKEN_RULES = [
     Scenario("a", Config(ops="AAA", broken=("flag_before_data",)), expect="reads nothing"),
     Scenario("b", Config(ops="AAA", gated=False, broken=("no_credit_wait",)), expect="overwrites data"),
     Scenario("b, with a held slot", Config(ops="aAA", broken=("no_credit_wait",)), expect="overwrites data"),
+    Scenario("b, all at once", Config(ops="TT", depth=1, broken=("no_credit_wait",)), expect="overwrites data"),
+    Scenario("b, a late descriptor", Config(ops="BB", depth=1, broken=("no_credit_wait",)), expect="overwrites data"),
     Scenario("c", Config(ops="AAA", gated=False, broken=("credit_before_read",)), expect="overwrites data"),
     Scenario("d", Config(ops="AA", depth=1, credit_lag=2), expect="overwrites data"),
     Scenario("e", Config(ops="AA", deviates=(1, 1, "T"), broken=("no_compare",)), expect="variant 1"),

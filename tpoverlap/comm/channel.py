@@ -27,7 +27,7 @@ from tpoverlap.comm.meter import Meter
 from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Transfer
-from tpoverlap.comm.streams import Event, Stream
+from tpoverlap.comm.streams import Stream
 from tpoverlap.comm.trace import Trace
 from tpoverlap.comm.transport import Transport, make_transport
 from tpoverlap.comm.watchdog import Watchdog, abort_word
@@ -80,7 +80,7 @@ class Channel:
         self._sequence = 0
         self._lock = threading.Lock()
         self._turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
-        self._in_flight = InFlight()
+        self.in_flight = InFlight()
         self._closed = False
         self._pid = os.getpid()
         self._release_lock = threading.Lock()
@@ -190,7 +190,7 @@ class Channel:
             self.fail(error, flight.descriptor)
             if not self.transport.asynchronous:
                 return
-        self._in_flight.land(flight, self.transport.finished(caller))
+        self.in_flight.land(flight, self.transport.finished(caller))
 
     def hand_out_slot(self, region_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """View of the slot that the region's next operation uses; its credit then waits for the next-but-one."""
@@ -232,11 +232,7 @@ class Channel:
         sequence = self._sequence = self._sequence + 1
         descriptor = Descriptor(sequence, outline.label, outline.partition.total, outline.digest(region, epoch))
         self.transport.diagnosis.remember(descriptor)
-        return self._in_flight.start(descriptor)
-
-    def completed(self, flight: Flight, finished: Event | None) -> None:
-        """The operation's work is done (``finished`` None), or enqueued and done when ``finished`` is."""
-        self._in_flight.land(flight, finished)
+        return self.in_flight.start(descriptor)
 
     # -- errors --------------------------------------------------------------------------------------------------
 
@@ -252,7 +248,7 @@ class Channel:
 
     def oldest_in_flight(self) -> Flight | None:
         """The operation that has been running longest, or None. For the watchdog."""
-        return self._in_flight.oldest()
+        return self.in_flight.oldest()
 
     def refresh_peer_state(self) -> None:
         """Fetch what peers published. For the watchdog."""
@@ -325,7 +321,7 @@ class Channel:
         """Let every local wait go; only after the fault was stored. Repeated by the watchdog until all have gone."""
         assert self.fault.error is not None, "release without a fault would let waiters read what is not there"
         with self._release_lock:
-            self.transport.release(self._in_flight.descriptors())
+            self.transport.release(self.in_flight.descriptors())
 
     def finish_collective(self, descriptor: Descriptor, work: Any) -> None:
         """Wait for a plain collective. On the CPU within ``timeout_s``, and no longer than every peer is in it."""
@@ -404,7 +400,7 @@ class Channel:
                 arena.close()
         else:
             logger.error("rank %d: the device is still busy after an error; its buffers are not freed", self.rank)
-        self._in_flight.clear()
+        self.in_flight.clear()
 
     def _device_is_idle(self) -> bool:
         # After an error the waits were released, but the work behind them may still run, and must not lose its memory.

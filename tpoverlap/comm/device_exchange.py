@@ -174,6 +174,13 @@ class DeviceExchange(OneSidedExchange):
 
     # -- all at once ---------------------------------------------------------------------------------------------
 
+    def collect_credit_waits(self) -> None:
+        """Collect, on the caller's stream: wait for the credit of every peer that rows go to, one a step of a ring."""
+        credit_in, due = self._slot.credit_in, self._epoch - self._region.depth
+        for step in self.steps:
+            if step.sends:
+                self.caller.wait32(credit_in[step.sends[0].destination], due)
+
     def trade(self, source: torch.Tensor, base_row: int, own_element: int | None = None) -> None:
         if not self._at_once or self.copier is not ENGINE or self._is_marked:
             super().trade(source, base_row, own_element)
@@ -182,8 +189,7 @@ class DeviceExchange(OneSidedExchange):
         assert source.is_contiguous(), "a copy engine moves contiguous bytes"
         itemsize, source_address = self.dtype.itemsize, source.data_ptr()
         transfers = [transfer for step in self.steps for transfer in step.sends]
-        for transfer in transfers:
-            caller.wait32(slot.credit_in[transfer.destination], epoch - self._region.depth)
+        self.collect_credit_waits()
         for transfer in transfers:
             _, _, peer, _, start, stop, element, col_start, col_stop = transfer
             row_bytes = (col_stop - col_start) * itemsize
@@ -339,6 +345,6 @@ class DeviceExchange(OneSidedExchange):
                 self._comm.flush()
                 self.caller.wait32(self._comm_word, self._comm_count)
             self._end()
-            self._channel.completed(self.flight, self.finished)
+            self._channel.in_flight.land(self.flight, self.finished)
         except TpOverlapError:
             logger.exception("the driver refused the end of an operation that had failed")

@@ -210,7 +210,7 @@ class Exchange(ABC):
                 raise
             if self._metered is not None:
                 self._metered.mark("end", -1)
-            self._channel.completed(self.flight, self.finished)
+            self._channel.in_flight.land(self.flight, self.finished)
         finally:
             self._channel.leave()
 

@@ -98,7 +98,7 @@ def all_gather(
         assert isinstance(exchange, OneSidedExchange), "checked before"
         caller = exchange.caller
         needs_own_copy = read_gathered is not None or exchange.hands_out_slot
-        (slot, _, _), epoch = kernels.slots.at(context.region)
+        slot, epoch = kernels.slots.at(context.region)
         launches = []  # prepared before the first wait: a binary that is loaded may have to wait for the device
         for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True):
             launches.append(launcher.gathered_rows(rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch))
@@ -140,7 +140,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         caller = exchange.caller
         staging = gemm.empty(partition.total, width)
         counters, targets = kernels.counters.next(launcher.tiles_per_word(rows, gemm))
-        (slot, _, _), epoch = kernels.slots.at(context.region)
+        slot, epoch = kernels.slots.at(context.region)
         own_rows = launcher.own_rows(rows, gemm, out, slot, epoch) if out.shape[0] else None
         allocated = caller.record()  # before the kernel: sends follow its counters, not its end
         if rows.others:

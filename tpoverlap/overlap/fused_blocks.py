@@ -6,7 +6,7 @@ Cached by the partition's counts, which hash faster than the partition does.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -22,35 +22,21 @@ from tpoverlap.tokens import TokenPartition
 _MAX_ROWS: Final = 1024
 
 
-class Place(NamedTuple):
-    """One slot of a region.
-
-    Attributes:
-        slot: as kernels see it.
-        credits: addresses of the peers' credits for it, by rank.
-        depth: how many uses of the region lie between two of the slot.
-    """
-
-    slot: Slot
-    credits: tuple[int, ...]
-    depth: int
-
-
 class Slots:
     """The slots of a channel's regions: made once each."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._slots: dict[tuple[str, int], Place] = {}
+        self._slots: dict[tuple[str, int], Slot] = {}
 
-    def at(self, region_name: str) -> tuple[Place, int]:
-        """(place, epoch) of the operation that is open on that region; there is one at a time."""
+    def at(self, region_name: str) -> tuple[Slot, int]:
+        """(slot, epoch) of the operation that is open on that region; there is one at a time."""
         region = self._channel.regions[region_name]
         epoch = region.uses
         key = region_name, epoch % region.depth
         return self._slots.get(key) or self._make(key, epoch), epoch
 
-    def _make(self, key: tuple[str, int], epoch: int) -> Place:
+    def _make(self, key: tuple[str, int], epoch: int) -> Slot:
         channel = self._channel
         ref = channel.regions[key[0]].ref(epoch)
         slot = ref.layout.slot_offset(ref.region, ref.slot)
@@ -61,8 +47,7 @@ class Slots:
         if channel.device.type == "cuda":
             host = host.pin_memory()
         own = bases[channel.rank]
-        credits = [own + ref.layout.credit_offset(ref.region, ref.slot, rank) for rank in range(channel.tp_size)]
-        made = Slot(
+        made = self._slots[key] = Slot(
             own + slot,
             own + received_words,
             channel.rank,
@@ -70,8 +55,7 @@ class Slots:
             MAX_PIECES,
             host.to(channel.device, non_blocking=True),
         )
-        place = self._slots[key] = Place(made, tuple(credits), channel.regions[key[0]].depth)
-        return place
+        return made
 
 
 @lru_cache(maxsize=_MAX_ROWS)

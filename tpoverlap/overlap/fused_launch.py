@@ -24,13 +24,14 @@ from typing import Final
 import torch
 
 from tpoverlap.comm import Channel, Copier, CopyJob, OneSidedExchange
+from tpoverlap.comm.device_exchange import DeviceExchange
 from tpoverlap.comm.device_streams import CallerDeviceStream
 from tpoverlap.comm.signals import Signals
 from tpoverlap.comm.streams import Stream
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.overlap.context import OperationContext
-from tpoverlap.overlap.fused_blocks import Place, Slots, gather_rows, scatter_rows
+from tpoverlap.overlap.fused_blocks import Slots, gather_rows, scatter_rows
 
 RESERVED_PROGRAMS: Final = 16
 _PIECE_ROWS: Final = 128
@@ -55,15 +56,14 @@ def all_gather(
     rows = gather_rows(context.partition.counts, width, context.rank, _PIECE_ROWS)
     with context.open_gather(order="at_once") as exchange:
         assert isinstance(exchange, OneSidedExchange), "checked before"
-        place, epoch = slots.at(context.region)
-        slot = place.slot
+        slot, epoch = slots.at(context.region)
         pushes, launches = bool(rows.pushes), []
         for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True):
             launches.append(
                 launcher.gathered_rows(rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch, pushes=pushes)
             )
             pushes = False  # the first kernel's programs send; those of the others find the flags set
-        if not _credits_on_the_callers_stream(exchange, context.channel, place, epoch):
+        if not _credits_on_the_callers_stream(exchange, context.channel):
             _wait_for_credits(exchange, x_shard_t, rows.own.start, launcher)
         if exchange.hands_out_slot:
             exchange.copy_own(x_shard_t, rows.own.start * width)
@@ -79,25 +79,21 @@ def reduce_scatter(
     rows = scatter_rows(context.partition.counts, context.width, context.rank, _PIECE_ROWS)
     with context.open_scatter(order="at_once") as exchange:
         assert isinstance(exchange, OneSidedExchange), "checked before"
-        place, epoch = slots.at(context.region)
-        launch = launcher.scatter_rows(rows, gemm, out, place.slot, epoch)
-        if not _credits_on_the_callers_stream(exchange, context.channel, place, epoch):
+        slot, epoch = slots.at(context.region)
+        launch = launcher.scatter_rows(rows, gemm, out, slot, epoch)
+        if not _credits_on_the_callers_stream(exchange, context.channel):
             _wait_for_credits(exchange, out[:0], 0, launcher)
         exchange.run(exchange.caller, launch, "gemm", 0)
 
 
-def _credits_on_the_callers_stream(
-    exchange: OneSidedExchange, channel: Channel | None, place: Place, epoch: int
-) -> bool:
+def _credits_on_the_callers_stream(exchange: OneSidedExchange, channel: Channel | None) -> bool:
     """Let the stream that launches the kernel wait for the credits; False: it cannot, or somebody counts transfers."""
-    caller = exchange.caller
-    if type(caller) is not CallerDeviceStream or channel is None or channel.before_copy is not None:
+    if not isinstance(exchange, DeviceExchange) or type(exchange.caller) is not CallerDeviceStream:
         return False
-    due = epoch - place.depth
-    for step in exchange.steps:
-        if step.sends:
-            caller.wait32(place.credits[step.sends[0].destination], due)
-    caller.flush()
+    if channel is None or channel.before_copy is not None:
+        return False
+    exchange.collect_credit_waits()
+    exchange.caller.flush()
     return True
 
 

@@ -33,7 +33,7 @@ Run = Callable[[], torch.Tensor]
 
 def describe(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
     """`machine_of` this rank, by the memory backend that a manager picks here."""
-    device = _device(rank, device_type)
+    device = rank_device(rank, device_type)
     with tpo.UserBufferManager(None, (64, 64), dtype=torch.float32, device=device, tuning_cache=False) as manager:
         return machine_of(device, manager.backend_name)
 
@@ -68,7 +68,7 @@ def measure(rank: int, world_size: int, ask: Ask) -> list[list[float]] | None:
     """
     begin_s = time.monotonic()
     gate = _Gate(begin_s + ask.limit_s)
-    device, dtype = _device(rank, ask.device_type), getattr(torch, DTYPES[ask.dtype])
+    device, dtype = rank_device(rank, ask.device_type), getattr(torch, DTYPES[ask.dtype])
     is_scatter = ask.kind in ("scatter", "beside-scatter")
     configs = {
         f"candidate{index}": {"method": one.method, "is_reduce_scatter": is_scatter, **one.options}
@@ -101,7 +101,8 @@ def measure(rank: int, world_size: int, ask: Ask) -> list[list[float]] | None:
     return times
 
 
-def _device(rank: int, device_type: str) -> torch.device:
+def rank_device(rank: int, device_type: str) -> torch.device:
+    """The CPU, or this rank's GPU, made the current one."""
     if device_type == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())

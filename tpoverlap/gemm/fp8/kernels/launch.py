@@ -225,21 +225,10 @@ class KernelOperations:
         if self._interpreted:
             load(name)[(programs,)](*_seen(name, tensors), *numbers, *constants, num_warps=num_warps)
             return
-        if self._device.index in (None, torch.cuda.current_device()):
-            self._launch_here(name, programs, tensors, numbers, constants, num_warps)
-        else:
+        if self._device.index not in (None, torch.cuda.current_device()):
             with torch.cuda.device(self._device):
-                self._launch_here(name, programs, tensors, numbers, constants, num_warps)
-
-    def _launch_here(
-        self,
-        name: str,
-        programs: int,
-        tensors: Sequence[torch.Tensor],
-        numbers: tuple[int | float, ...],
-        constants: tuple[Any, ...],
-        num_warps: int,
-    ) -> None:
+                self._launch(name, programs, tensors, numbers, constants, num_warps)
+            return
         if max(numbers) >= _MOST:
             raise ActiveShapeError(f"FP8 kernels take fewer than 2**31 rows and columns, got {numbers}")
         addresses = [tensor.data_ptr() for tensor in tensors]
