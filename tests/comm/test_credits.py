@@ -1,0 +1,15 @@
+"""Where one stream does it all, rows are sent only after the peers' credits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.comm import credit_ranks
+from tpoverlap.testing import RankPool
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_operations_on_one_stream_wait_for_every_credit(rank_pool: Callable[[int], RankPool], world_size: int) -> None:
+    assert rank_pool(world_size).run(credit_ranks.waits_for_credits, timeout_s=30) == [True] * world_size
