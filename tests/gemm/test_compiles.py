@@ -83,12 +83,15 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
     module = scatter_gemm if given.pop("kernel", "") == "scatter_gemm" else tile_gemm
     kernel = getattr(module, module.__name__.rsplit(".")[-1])
     ours = SCATTER_GEMM if module is scatter_gemm else TILE_GEMM
-    tile = tiles._HALF[tile_index][0]
+    formats, result = given.pop("formats", ()), given.pop("result", "bf16")
+    left_type, right_type = formats or ("bf16", "bf16")
+    tile = (tiles._BYTES if formats else tiles._HALF)[tile_index][0]
     constants = {
         **dict.fromkeys(("HAS_OWN", "HAS_BIAS", "HAS_ADDEND", "GATED", "SIGNALS", "SUM_GATED", "ADDRESSED"), False),
         **{"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group, "PARTS": tile.parts},
         **{"NUM_TERMS": 1, "TMA": True, "TMA_STORE": True, "N_MAJOR": True, "PRECISION": "tf32"},
-        **{"NUM_RANKS": 1, "RANK": 0, "INTERPRETED": False, "PUSHES": False},
+        **{"NUM_RANKS": 1, "RANK": 0, "INTERPRETED": False, "PUSHES": False, "SCALES": int(bool(formats))},
+        "FAST": True,
         **given,
     }
     names = list(kernel.arg_names)
@@ -102,11 +105,16 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
         if name in constants:
             return "constexpr"
         if name in described:
-            return f"tensordesc<bf16[{described[name][0]},{described[name][1]}]>"
+            kind = result if name == "out_descriptor" else right_type if name.startswith("b") else left_type
+            return f"tensordesc<{kind}[{described[name][0]},{described[name][1]}]>"
         if name in ("table", "counters", "pushes", "done", "places", "parts", "ticket"):
             return "*i32"
-        if name in ("out", "bias", "addend", "source"):
-            return "*bf16"
+        if name in ("out", "bias", "addend"):
+            return f"*{result}"
+        if name == "source":
+            return f"*{left_type}"
+        if name.endswith("_scale"):
+            return "*fp32" if formats else "i32"
         if name == "peers":
             return "*i64"
         return "i64" if name in wide else "i32"

@@ -11,6 +11,32 @@ from dataclasses import dataclass
 import torch
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaling:
+    """What turns products of FP8 operands into numbers, term by term: ``(a_i @ b_i) * lefts[i] * rights[i]``.
+
+    Attributes:
+        lefts: float32, [1, 1] each, or [T, 1]: one a row of the activation.
+        rights: float32, [1, 1] each, or [N, 1]: one a column of the product.
+        left_format: the FP8 dtype of the activations, whose bytes may come as uint8.
+        is_rowwise: of all of them.
+        fast: tensor cores may keep sums in less than float32 (see `tpoverlap.gemm.fp8.scaled_mm`).
+        kind: hashable: all that a kernel depends on, the formats of the ``b_i`` and the result's dtype left out.
+    """
+
+    lefts: Sequence[torch.Tensor]
+    rights: Sequence[torch.Tensor]
+    left_format: torch.dtype
+    is_rowwise: bool
+    fast: bool
+    kind: tuple[object, ...]
+
+    @property
+    def sums_twice(self) -> bool:
+        """Whether a kernel holds two sums at a time: of a few steps, or of a term, beside the whole."""
+        return not self.fast or len(self.lefts) > 1
+
+
 @dataclass(slots=True, eq=False)
 class RowGemm:
     """Rows in, the same rows of every output out: what an all-gather feeds chunk by chunk.
@@ -21,11 +47,13 @@ class RowGemm:
         matrices: [K, N_i] each; views such as ``weight.t()`` are fine.
         biases: [N_i] or None each.
         outs: [T, N_i] each, contiguous.
+        scalings: of FP8 operands, one a matrix; None: of all others.
     """
 
     matrices: Sequence[torch.Tensor]
     biases: Sequence[torch.Tensor | None]
     outs: Sequence[torch.Tensor]
+    scalings: Sequence[Scaling] | None = None
 
     @property
     def num_features(self) -> int:
@@ -57,12 +85,14 @@ class PartialGemm:
         matrices: [K_i, N] each; views are fine.
         addend: [T, N] or None, part of this rank's partial sum.
         bias: [N] or None; the rank that owns a row adds it, once.
+        scaling: of FP8 operands.
     """
 
     lefts: Sequence[torch.Tensor]
     matrices: Sequence[torch.Tensor]
     addend: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    scaling: Scaling | None = None
 
     @property
     def width(self) -> int:

@@ -23,13 +23,14 @@ from tpoverlap.errors import CapacityError, ConfigError
 from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer
 from tpoverlap.gemm.fp8.quantize import ALIGNMENT
 from tpoverlap.gemm.tasks import PartialGemm
+from tpoverlap.overlap import fused
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.registry import gather_beside
 from tpoverlap.tokens import TokenPartition
 
 Result = TypeVar("Result")
 SCALES_REGION = "scales"
-METHODS = ("ring_exchange", "pipeline", "bulk", "sequential")
+METHODS = ("ring_exchange", "pipeline", "bulk", "fused", "sequential")
 _TAGS = {torch.float8_e4m3fn: "/e4m3", torch.float8_e5m2: "/e5m2"}
 _SCALES = "/fp8-scales"
 FP8_TAGS = ("", _SCALES, *_TAGS.values(), *(f"{tag}-rows" for tag in _TAGS.values()))
@@ -54,6 +55,7 @@ def scatter_operation(
     """``operation``, a reduce-scatter of an FP8 GEMM's result, and the task to run in it.
 
     The result moves in the manager's dtype, or, with ``fp8_buf`` under a method that can, as FP8 rows of ``dtype``.
+    (`fused` cannot: a row's scale is known when all its columns are, and its tiles are stored one by one.)
     """
     _require_method(operation)
     # Only where the name is configured as a reduce-scatter: the key of an all-gather name speaks of its gather.
@@ -75,6 +77,8 @@ def _require_method(operation: OperationContext) -> None:
             f"{operation.name}: method {operation.method!r} does not move FP8 rows in this version; use one of "
             f"{', '.join(METHODS)}, or run this layer without fp8"
         )
+    if operation.method == "fused":
+        fused.require_runnable(operation)  # now: scales are exchanged before it would say so itself
 
 
 class QuantizedShard:

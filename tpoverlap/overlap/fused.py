@@ -100,8 +100,11 @@ def all_gather(
         needs_own_copy = read_gathered is not None or exchange.hands_out_slot
         slot, epoch = kernels.slots.at(context.region)
         launches = []  # prepared before the first wait: a binary that is loaded may have to wait for the device
-        for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True):
-            launches.append(launcher.gathered_rows(rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch))
+        scalings = gemm.scalings or (None,) * len(gemm.outs)
+        for matrix, bias, out, scaling in zip(gemm.matrices, gemm.biases, gemm.outs, scalings, strict=True):
+            launches.append(
+                launcher.gathered_rows(rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch, scaling=scaling)
+            )
         for step in exchange.steps:
             exchange.send(step, x_shard_t, rows.own.start)
         if needs_own_copy:
@@ -176,16 +179,23 @@ def _kernels(context: OperationContext, reserve: int = 0) -> _Kernels:
     lends = reserve > 0 and config.use_ce
     if channel.shares_gpu:
         reserve, lends = max(reserve, _SHARED_GPU_PROGRAMS), False
-    return channel.resource(f"fused/{reserve}/{lends}", partial(_make_kernels, channel, reserve, lends, context.name))
+    return channel.resource(f"fused/{reserve}/{lends}", partial(_make_kernels, context, channel, reserve, lends))
 
 
-def _make_kernels(channel: Channel, reserve: int, lends: bool, name: str) -> _Kernels:
+def require_runnable(context: OperationContext) -> None:
+    """Raise BackendUnavailableError, with what is missing, where the method cannot run."""
+    channel = context.channel
+    assert channel is not None, "R = 1 is sequential"
     if not channel.backend.one_sided:
         raise BackendUnavailableError(
-            f"{name}: method 'fused' waits for flags in mapped peer memory, which backend "
+            f"{context.name}: method 'fused' waits for flags in mapped peer memory, which backend "
             f"{channel.backend.name!r} does not have; use method 'ring_exchange'"
         )
-    require_kernels(channel.device, f"{name}: method 'fused'")
+    require_kernels(channel.device, f"{context.name}: method 'fused'")
+
+
+def _make_kernels(context: OperationContext, channel: Channel, reserve: int, lends: bool) -> _Kernels:
+    require_runnable(context)
     limit_s = _GIVE_UP_FACTOR * channel.timeout_s + _GIVE_UP_EXTRA_S
     launcher = GemmLauncher(channel.device, limit_s, reserve, lends=lends)
 

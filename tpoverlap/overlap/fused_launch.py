@@ -58,9 +58,12 @@ def all_gather(
         assert isinstance(exchange, OneSidedExchange), "checked before"
         slot, epoch = slots.at(context.region)
         pushes, launches = bool(rows.pushes), []
-        for matrix, bias, out in zip(gemm.matrices, gemm.biases, gemm.outs, strict=True):
+        scalings = gemm.scalings or (None,) * len(gemm.outs)
+        for matrix, bias, out, scaling in zip(gemm.matrices, gemm.biases, gemm.outs, scalings, strict=True):
             launches.append(
-                launcher.gathered_rows(rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch, pushes=pushes)
+                launcher.gathered_rows(
+                    rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch, pushes=pushes, scaling=scaling
+                )
             )
             pushes = False  # the first kernel's programs send; those of the others find the flags set
         if not _credits_on_the_callers_stream(exchange, context.channel):

@@ -14,6 +14,8 @@ dgrad       float32                                  fast
 wgrad       float32                                  not in FP8
 ==========  =======================================  ===================================================
 
+The kernels of `fused` follow the same table: see `tpoverlap.gemm.triton.products`.
+
 The first column is Transformer Engine's choice, the second one torchao's: on Hopper torch hands row-wise scales to
 cuBLASLt (CUTLASS only before CUDA 12.9 or on other architectures), which takes them in the fast mode and without a
 bias, and answers CUBLAS_STATUS_NOT_SUPPORTED to the rest.
@@ -65,12 +67,16 @@ def scaled_mm(
         scale_b=right_scale,
         bias=fused_bias,
         out_dtype=out.dtype,
-        # It costs more digits than other dtypes round off.
-        use_fast_accum=rowwise or (fast_accumulation and out.dtype == torch.bfloat16),
+        use_fast_accum=accumulates_fast(out.dtype, is_rowwise=rowwise, wanted=fast_accumulation),
         out=out,
     )
     if bias is not None and fused_bias is None:
         out.add_(bias)
+
+
+def accumulates_fast(dtype: torch.dtype, *, is_rowwise: bool, wanted: bool) -> bool:
+    """The table above: whether tensor cores keep a product's sums that is rounded to ``dtype``."""
+    return is_rowwise or (wanted and dtype == torch.bfloat16)  # it costs more digits than other dtypes round off
 
 
 def _vector(scale: torch.Tensor, length: int) -> torch.Tensor:

@@ -8,8 +8,20 @@ from dataclasses import dataclass, field
 import torch
 
 from tpoverlap.gemm.fp8.quantize import SCALE_BYTES, QuantizedTensor, pack_rows
-from tpoverlap.gemm.fp8.scaled_mm import scaled_mm
-from tpoverlap.gemm.tasks import PartialGemm, RowGemm
+from tpoverlap.gemm.fp8.scaled_mm import accumulates_fast, scaled_mm
+from tpoverlap.gemm.tasks import PartialGemm, RowGemm, Scaling
+
+
+def _scaling(
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    left_format: torch.dtype,
+    fast_accumulation: bool,
+    dtype: torch.dtype,
+) -> Scaling:
+    is_rowwise = any(scale.shape[0] != 1 for scale in rights)  # an activation of one row has one scale either way
+    fast = accumulates_fast(dtype, is_rowwise=is_rowwise, wanted=fast_accumulation)
+    return Scaling(lefts, rights, left_format, is_rowwise, fast, (left_format, is_rowwise, fast, len(lefts)))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,6 +43,10 @@ class ScaledRowGemm(RowGemm):
 
     def __post_init__(self) -> None:
         self.matrices = [weight.data.t() for weight in self.weights]
+        self.scalings = [
+            _scaling([self.x_scale], [weight.scale], self.x_format, self.fast_accumulation, out.dtype)
+            for weight, out in zip(self.weights, self.outs, strict=True)
+        ]
 
     def rows(self, x: torch.Tensor, start: int) -> None:
         """Compute the outputs of the chunk ``x`` (uint8 [t, K]), whose first row is row ``start`` of the activation."""
@@ -65,6 +81,10 @@ class ScaledPartialGemm(PartialGemm):
     def __post_init__(self) -> None:
         self.lefts = [left.data for left, _ in self.terms]
         self.matrices = [weight.data.t() for _, weight in self.terms]
+        if self.terms:
+            scales = [left.scale for left, _ in self.terms], [weight.scale for _, weight in self.terms]
+            left = self.terms[0][0]
+            self.scaling = _scaling(*scales, left.data.dtype, self.fast_accumulation, left.dtype)
 
     @property
     def is_plain(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from tpoverlap.gemm.tasks import PartialGemm
+from tpoverlap.gemm.tasks import PartialGemm, Scaling
 from tpoverlap.gemm.triton.compiled import (
     SCATTER_GEMM,
     TILE_GEMM,
@@ -18,7 +18,7 @@ from tpoverlap.gemm.triton.compiled import (
 )
 from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.kernel_driver import KernelDriver
-from tpoverlap.gemm.triton.operands import Operands, kind, precision
+from tpoverlap.gemm.triton.operands import Operands, kind
 from tpoverlap.gemm.triton.operation_rows import OperationRows
 from tpoverlap.gemm.triton.prepared import Prepared
 from tpoverlap.gemm.triton.push_plan import Push, PushPlan
@@ -84,9 +84,11 @@ class LaunchBuilder:
             waiting_rows=waiting_rows,
         )
 
-    def partial_tile(self, rows: OperationRows, width: int, dtype: torch.dtype) -> TileShape:
+    def partial_tile(self, rows: OperationRows, gemm: PartialGemm) -> TileShape:
         """The tile of `partial`."""
-        return self.tile_for(tuple(block.stop - block.start for block in rows.others), width, dtype)
+        counts = tuple(block.stop - block.start for block in rows.others)
+        twice = gemm.scaling is not None and gemm.scaling.sums_twice
+        return self.tile_for(counts, gemm.width, gemm.matrices[0].dtype, two_sums=twice)
 
     # -- what is launched --------------------------------------------------------------------------------------------
 
@@ -100,14 +102,19 @@ class LaunchBuilder:
         bias: torch.Tensor | None,
         out: torch.Tensor,
         pushes: bool,
+        scaling: Scaling | None,
     ) -> Prepared:
-        """See `GemmLauncher.gathered_rows`. Moving: own, matrix, out, bias."""
-        operands = Operands.of([gathered], [matrix])
+        """See `GemmLauncher.gathered_rows`. Moving: own, matrix, out, bias, scales."""
+        if scaling is not None:
+            own, gathered = own.view(scaling.left_format), gathered.view(scaling.left_format)
+        operands = Operands.of([gathered], [matrix], scaling)
         waiting = tuple(block.stop - block.start for block in rows.others)
         counts = (rows.own.stop - rows.own.start, *waiting)
-        tile = self.tile_for(counts, out.shape[1], out.dtype, waiting_rows=waiting)
+        tile = self.tile_for(counts, out.shape[1], matrix.dtype, two_sums=operands.sums_twice, waiting_rows=waiting)
         plans = TilePlan.of((rows.own,), tile.rows), TilePlan.of(rows.others, tile.rows)
         moving = {"b0": 1, "out": 2, "out_descriptor": 2, "bias": 3}
+        if scaling is not None:
+            moving |= {"a0_scale": 4, "b0_scale": 5}
         if own.shape[0]:
             moving |= {"own": 0, "source": 0}
         return self._tile_gemm(
@@ -116,19 +123,20 @@ class LaunchBuilder:
         )  # fmt: skip
 
     def partial(self, rows: OperationRows, gemm: PartialGemm, out: torch.Tensor, counters: torch.Tensor) -> Prepared:
-        """See `GemmLauncher.partial_rows`. Moving: lefts, matrices, out, addend, counters."""
-        operands = Operands.of(gemm.lefts, gemm.matrices)
-        tile = self.partial_tile(rows, gemm.width, gemm.dtype)
+        """See `GemmLauncher.partial_rows`. Moving: lefts, matrices, out, addend, counters, scales."""
+        operands = Operands.of(gemm.lefts, gemm.matrices, gemm.scaling)
+        tile = self.partial_tile(rows, gemm)
         plan = TilePlan.of(rows.others, tile.rows)
         moving = _moving(gemm, "counters")
         return self._tile_gemm(tile, _NO_ROWS, plan, operands, out, moving, addend=gemm.addend, counters=counters)
 
     def own(self, rows: OperationRows, gemm: PartialGemm, out: torch.Tensor, slot: Slot) -> Prepared:
-        """See `GemmLauncher.own_rows`. Moving: lefts, matrices, out, addend, bias."""
-        operands = Operands.of(gemm.lefts, gemm.matrices)
+        """See `GemmLauncher.own_rows`. Moving: lefts, matrices, out, addend, bias, scales."""
+        operands = Operands.of(gemm.lefts, gemm.matrices, gemm.scaling)
         own = rows.own
         count = own.stop - own.start
-        tile = self.tile_for((count,), gemm.width, gemm.dtype, two_sums=slot.num_ranks > 2)
+        two_sums = slot.num_ranks > 2 or operands.sums_twice
+        tile = self.tile_for((count,), gemm.width, gemm.matrices[0].dtype, two_sums=two_sums)
         return self._tile_gemm(
             tile, _NO_ROWS, TilePlan.of((own,), tile.rows), operands, out, _moving(gemm, "bias"), out_shift=own.start,
             bias=gemm.bias, addend=gemm.addend, slot=slot, block_rows=count, received=True,
@@ -185,8 +193,7 @@ class LaunchBuilder:
             len(lefts),
             tma,
             tma_store,
-            operands.n_major,
-            precision(out.dtype),
+            *operands.constants(out.dtype),
             own is not None,
             bias is not None,
             addend is not None,
@@ -255,7 +262,7 @@ class LaunchBuilder:
         )
 
     def scatter(self, rows: OperationRows, gemm: PartialGemm, out: torch.Tensor, slot: Slot) -> Prepared:
-        """See `GemmLauncher.scatter_rows`. Moving: lefts, matrices, out, addend, bias."""
+        """See `GemmLauncher.scatter_rows`. Moving: lefts, matrices, out, addend, bias, scales."""
         remote, own_block = rows.remote, rows.own
         width, count = gemm.width, own_block.stop - own_block.start
         assert slot.peers is not None, "where to store the peers' rows"
@@ -264,9 +271,9 @@ class LaunchBuilder:
             out = out.new_empty(1, width)  # it cannot show a kernel an empty tensor, not even one that is not touched
         blocks = tuple(entry.block for entry in remote)
         counts = tuple(block.stop - block.start for block in (*blocks, own_block))
-        tile = self.tile_for(counts, width, gemm.dtype, two_sums=True, waiting_rows=(count,))
+        tile = self.tile_for(counts, width, gemm.matrices[0].dtype, two_sums=True, waiting_rows=(count,))
         plan, own_plan = TilePlan.of(blocks, tile.rows), TilePlan.of((own_block,), tile.rows)
-        operands = Operands.of(gemm.lefts, gemm.matrices)
+        operands = Operands.of(gemm.lefts, gemm.matrices, gemm.scaling)
         tma = self._use_tma and operands.describable()
         tma_store = tma and describable(out)
         column_tiles = -(-width // tile.columns)
@@ -290,8 +297,7 @@ class LaunchBuilder:
             len(gemm.lefts),
             tma,
             tma_store,
-            operands.n_major,
-            precision(gemm.dtype),
+            *operands.constants(gemm.dtype),
             gemm.bias is not None,
             gemm.addend is not None,
             slot.num_ranks,
@@ -386,7 +392,7 @@ class LaunchBuilder:
 
 
 def _moving(gemm: PartialGemm, last: str) -> dict[str, int]:
-    """Places of lefts, matrices, out, addend and ``last``."""
+    """Places of lefts, matrices, out, addend, ``last`` and the scales."""
     terms = len(gemm.lefts)
     places = {f"a{i}": i for i in range(terms)} | {f"b{i}": terms + i for i in range(terms)}
     places |= {"out": 2 * terms, "out_descriptor": 2 * terms}
@@ -394,6 +400,10 @@ def _moving(gemm: PartialGemm, last: str) -> dict[str, int]:
         places["addend"] = 2 * terms + 1
     if last != "bias" or gemm.bias is not None:
         places[last] = 2 * terms + 2
+    if gemm.scaling is not None:
+        first = 2 * terms + 3
+        places |= {f"a{i}_scale": first + i for i in range(terms)}
+        places |= {f"b{i}_scale": first + terms + i for i in range(terms)}
     return places
 
 

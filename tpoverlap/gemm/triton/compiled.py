@@ -51,6 +51,12 @@ _TERMS: Final = (
     "b0_ld",
     "b1_ld",
     "b2_ld",
+    "a0_scale",
+    "a1_scale",
+    "a2_scale",
+    "b0_scale",
+    "b1_scale",
+    "b2_scale",
 )
 TILE_GEMM: Final = Kernel("tile_gemm", (
     "table", "own_rows", "num_rows", "own", "own_ld", *_TERMS, "N", "own_shift", "left_shift", "out", "out_descriptor",

@@ -13,8 +13,10 @@ import torch
 
 from tpoverlap.errors import BackendUnavailableError
 
-DATA_TYPES: Final = MappingProxyType({torch.float16: 6, torch.float32: 7, torch.bfloat16: 9})
-"""CUtensorMapDataType."""
+DATA_TYPES: Final = MappingProxyType(
+    {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0}
+)
+"""CUtensorMapDataType; FP8 travels as bytes."""
 _INVALID_CONTEXT: Final = 201
 _L2_PROMOTION_128: Final = 2
 _SMALL_TENSOR_BYTES: Final = 128 * 1024

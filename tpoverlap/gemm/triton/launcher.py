@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from tpoverlap.gemm.tasks import PartialGemm
+from tpoverlap.gemm.tasks import PartialGemm, Scaling
 from tpoverlap.gemm.triton.building import LaunchBuilder
 from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.kernel_driver import CudaKernelDriver, KernelDriver
@@ -85,6 +85,7 @@ class GemmLauncher:
         epoch: int,
         *,
         pushes: bool = False,
+        scaling: Scaling | None = None,
     ) -> Launch:
         """``out = gathered @ matrix (+ bias)``: own rows at once, then the others in order, as their words arrive.
 
@@ -97,17 +98,24 @@ class GemmLauncher:
             out: [T, N], contiguous.
             epoch: what the words will be.
             pushes: some programs also copy ``own`` to the peers, before they wait for anything.
+            scaling: of FP8 operands; ``own`` and ``view`` then give their bytes.
         """
-        addresses = (own.data_ptr(), matrix.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr())
-        key = (
+        addresses: tuple[int, ...] = (
+            own.data_ptr(), matrix.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        )  # fmt: skip
+        key: tuple[Any, ...] = (
             rows, slot, pushes, matrix.shape, matrix.stride(), own.dtype, bias is None, self._current_stream(),
             reduce(or_, addresses) & _ALIGNMENT and _misses(addresses),
             own.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
         )  # fmt: skip
+        if scaling is not None:
+            key += (scaling.kind, matrix.dtype, out.dtype)
+            addresses += (scaling.lefts[0].data_ptr(), scaling.rights[0].data_ptr())
         found = self._prepared.get(key)
         if found is None:
             gathered = view(0, (out.shape[0], matrix.shape[0]))
-            found = self._keep(key, self._builder.gathered(rows, own, slot, gathered, matrix, bias, out, pushes))
+            prepared = self._builder.gathered(rows, own, slot, gathered, matrix, bias, out, pushes, scaling)
+            found = self._keep(key, prepared)
         else:
             self._prepared.move_to_end(key)
         return partial(found.launch, addresses, epoch)
@@ -127,10 +135,10 @@ class GemmLauncher:
     def tiles_per_word(self, rows: OperationRows, gemm: PartialGemm) -> dict[int, int]:
         """How often `partial_rows` bumps each word."""
         matrix = gemm.matrices[0]
-        key = (rows, matrix.shape[1], matrix.dtype)
+        key = (rows, matrix.shape[1], matrix.dtype, gemm.scaling is not None and gemm.scaling.sums_twice)
         found = self._tiles_per_word.get(key)
         if found is None:
-            tile = self._builder.partial_tile(rows, gemm.width, gemm.dtype)
+            tile = self._builder.partial_tile(rows, gemm)
             plan = TilePlan.of(rows.others, tile.rows)
             if len(self._tiles_per_word) >= _MAX_PREPARED:
                 self._tiles_per_word.clear()
@@ -193,6 +201,10 @@ class GemmLauncher:
             reduce(or_, addresses) & _ALIGNMENT and _misses(addresses),
             dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
         )  # fmt: skip
+        scaling = gemm.scaling
+        if scaling is not None:
+            key += (scaling.kind, *[matrix.dtype for matrix in matrices], *[left.dtype for left in lefts])
+            addresses += (*map(_address, scaling.lefts), *map(_address, scaling.rights))
         return key, addresses
 
     def _keep(self, key: tuple[Any, ...], prepared: Prepared) -> Prepared:

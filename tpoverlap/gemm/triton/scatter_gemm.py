@@ -16,12 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tpoverlap.gemm.triton.products import sum_of_products
 from tpoverlap.gemm.triton.push_rows import finish_part
-from tpoverlap.gemm.triton.tile_gemm import _locate, _multiply, _store, _sum_in_rank_order
+from tpoverlap.gemm.triton.tile_gemm import _locate, _store, _sum_in_rank_order
 from tpoverlap.gemm.triton.words import wait_for_words
 
 _CHANGING = (
     "remote_rows", "num_rows", "out_shift", "block_rows", "flags", "epoch", "limit", "error",
+    "a0_scale", "a1_scale", "a2_scale", "b0_scale", "b1_scale", "b2_scale",
 )  # fmt: skip
 
 
@@ -50,6 +52,12 @@ def scatter_gemm(
     b0_ld,
     b1_ld,
     b2_ld,
+    a0_scale,
+    a1_scale,
+    a2_scale,
+    b0_scale,
+    b1_scale,
+    b2_scale,
     N,
     out,
     out_descriptor,
@@ -73,6 +81,8 @@ def scatter_gemm(
     TMA_STORE: tl.constexpr,
     N_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALES: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -98,6 +108,8 @@ def scatter_gemm(
     depths = (K0, K1, K2)
     left_lds = (a0_ld, a1_ld, a2_ld)
     right_lds = (b0_ld, b1_ld, b2_ld)
+    left_scales = (a0_scale, a1_scale, a2_scale)
+    right_scales = (b0_scale, b1_scale, b2_scale)
     block_elements = block_rows.to(tl.int64) * N
     blocks = received.to(tl.pointer_type(out.dtype.element_ty))
     number = tl.atomic_add(ticket, 1, sem="relaxed")
@@ -107,12 +119,10 @@ def scatter_gemm(
         part = table + tl.where(is_remote, 0, remote_rows * 4)
         part_rows = tl.where(is_remote, remote_rows, num_rows - remote_rows)
         row, stop, first_word, num_words, column, index = _locate(within, part, part_rows, N, COLUMNS, GROUP)
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for term in tl.static_range(0, NUM_TERMS):
-            total = _multiply(
-                total, lefts[term], rights[term], row, stop, column, N, depths[term], left_lds[term], right_lds[term],
-                ROWS, COLUMNS, DEPTH, TMA, N_MAJOR, PRECISION,
-            )  # fmt: skip
+        total = sum_of_products(
+            lefts, rights, depths, left_lds, right_lds, left_scales, right_scales, 0, row, stop, column, N,
+            ROWS, COLUMNS, DEPTH, NUM_TERMS, TMA, N_MAJOR, PRECISION, SCALES, FAST, INTERPRETED,
+        )  # fmt: skip
         # Not earlier: with as many programs as tiles, one that starts first would take two, and another none.
         following = tl.atomic_add(ticket, 1, sem="relaxed")
         rows = row + tl.arange(0, ROWS)

@@ -21,60 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tpoverlap.gemm.triton.products import sum_of_products
 from tpoverlap.gemm.triton.push_rows import push_rows
 from tpoverlap.gemm.triton.words import bump_words, wait_for_words
-
-
-@triton.jit
-def _multiply(
-    total,
-    a,
-    b,
-    row,
-    stop,
-    column,
-    N,
-    K,
-    a_ld,
-    b_ld,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TMA: tl.constexpr,
-    N_MAJOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Total + a[row : row + ROWS] @ b[:, column : column + COLUMNS].
-
-    ``a`` [., K] and ``b`` are descriptors with TMA, else pointers; ``b`` is stored [N, K] if N_MAJOR, else [K, N].
-    """
-    if TMA:
-        for k in range(0, K, DEPTH):
-            left = a.load([row, k])
-            if N_MAJOR:
-                total = tl.dot(left, b.load([column, k]).T, total, input_precision=PRECISION)
-            else:
-                total = tl.dot(left, b.load([k, column]), total, input_precision=PRECISION)
-    else:
-        rows = row + tl.arange(0, ROWS)
-        columns = column + tl.arange(0, COLUMNS)
-        depth = tl.arange(0, DEPTH)
-        a_pointers = a + rows[:, None].to(tl.int64) * a_ld + depth[None, :]
-        if N_MAJOR:
-            b_pointers = b + depth[:, None] + columns[None, :].to(tl.int64) * b_ld
-        else:
-            b_pointers = b + depth[:, None].to(tl.int64) * b_ld + columns[None, :]
-        for k in range(0, K, DEPTH):
-            inside = depth < K - k
-            left = tl.load(a_pointers, mask=(rows < stop)[:, None] & inside[None, :], other=0.0)
-            right = tl.load(b_pointers, mask=inside[:, None] & (columns < N)[None, :], other=0.0)
-            total = tl.dot(left, right, total, input_precision=PRECISION)
-            a_pointers += DEPTH
-            if N_MAJOR:
-                b_pointers += DEPTH
-            else:
-                b_pointers += b_ld * DEPTH
-    return total
 
 
 @triton.jit
@@ -149,6 +98,8 @@ def _tile(
     depths,
     left_lds,
     right_lds,
+    left_scales,
+    right_scales,
     left_shift,
     N,
     target,
@@ -166,6 +117,8 @@ def _tile(
     TMA_STORE: tl.constexpr,
     N_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALES: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
     GATED: tl.constexpr,
@@ -188,27 +141,10 @@ def _tile(
         num_new = tl.where(seen, 0, num_words)
         given_up = wait_for_words(flags, first_word, num_new, epoch, limit, error, given_up, INTERPRETED)
 
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for term in tl.static_range(0, NUM_TERMS):
-        total = _multiply(
-            total,
-            lefts[term],
-            rights[term],
-            row - left_shift,
-            stop - left_shift,
-            column,
-            N,
-            depths[term],
-            left_lds[term],
-            right_lds[term],
-            ROWS,
-            COLUMNS,
-            DEPTH,
-            TMA,
-            N_MAJOR,
-            PRECISION,
-        )
-
+    total = sum_of_products(
+        lefts, rights, depths, left_lds, right_lds, left_scales, right_scales, left_shift, row, stop, column, N,
+        ROWS, COLUMNS, DEPTH, NUM_TERMS, TMA, N_MAJOR, PRECISION, SCALES, FAST, INTERPRETED,
+    )  # fmt: skip
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
     mask = (rows < stop)[:, None] & (columns < N)[None, :]
@@ -247,7 +183,7 @@ def _tile(
 
 _CHANGING = (
     "own_rows", "num_rows", "own_shift", "left_shift", "out_shift", "block_rows", "flags", "epoch", "limit", "error",
-    "num_pushes", "pushers",
+    "num_pushes", "pushers", "a0_scale", "a1_scale", "a2_scale", "b0_scale", "b1_scale", "b2_scale",
 )  # fmt: skip
 
 
@@ -273,6 +209,12 @@ def tile_gemm(
     b0_ld,
     b1_ld,
     b2_ld,
+    a0_scale,
+    a1_scale,
+    a2_scale,
+    b0_scale,
+    b1_scale,
+    b2_scale,
     N,
     own_shift,
     left_shift,
@@ -305,6 +247,8 @@ def tile_gemm(
     TMA_STORE: tl.constexpr,
     N_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALES: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_OWN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
@@ -325,6 +269,7 @@ def tile_gemm(
         own, a0 .. a2, b0 .. b2: operands of the terms; descriptors with TMA, else pointers. ADDRESSED: a0 is an int64
             address (the interpreter must not get a tensor whose storage peers write).
         own_ld, a0_ld, b0_ld, ...: elements from one row to the next, as stored. Read without TMA only.
+        a0_scale, b0_scale, ...: see `sum_of_products`.
         own_shift, left_shift, out_shift: the activation's row that is row 0 of ``own``, of a0 .. a2, of ``out``.
         out, out_descriptor: [rows, N]; the descriptor is read with TMA_STORE only.
         received, block_rows: address of the peers' blocks [block_rows, N], in rank order.
@@ -357,16 +302,16 @@ def tile_gemm(
         for number in range(program, own_tiles, programs):
             following = _locate(number + programs, table, own_rows, N, COLUMNS, GROUP)
             _tile(
-                place, (own,), (b0,), (K0,), (own_ld,), (b0_ld,), own_shift, N,
+                place, (own,), (b0,), (K0,), (own_ld,), (b0_ld,), (a0_scale,), (b0_scale,), own_shift, N,
                 target, addition, from_peers, wait, given_up, (0, 0), counters,
-                ROWS, COLUMNS, DEPTH, 1, TMA, TMA_STORE, N_MAJOR, PRECISION,
+                ROWS, COLUMNS, DEPTH, 1, TMA, TMA_STORE, N_MAJOR, PRECISION, SCALES, FAST,
                 HAS_BIAS, HAS_ADDEND, False, False, 1, 0, False, PARTS, INTERPRETED,
             )  # fmt: skip
             place = following
         # The next tile of this program in one common numbering, so that no program gets a tile more than it should.
         first = program + tl.cdiv(tl.maximum(own_tiles - program, 0), programs) * programs - own_tiles
     if ADDRESSED:
-        a0 = a0.to(tl.pointer_type(out.dtype.element_ty))
+        a0 = a0.to(tl.pointer_type(own.dtype.element_ty))
     table += own_rows * 4
     rest = num_rows - own_rows
     seen_first = tl.full((), -1, tl.int32)
@@ -376,9 +321,9 @@ def tile_gemm(
         following = _locate(number + programs, table, rest, N, COLUMNS, GROUP)
         given_up = _tile(
             place, (a0, a1, a2), (b0, b1, b2), (K0, K1, K2), (a0_ld, a1_ld, a2_ld),
-            (b0_ld, b1_ld, b2_ld), left_shift, N,
+            (b0_ld, b1_ld, b2_ld), (a0_scale, a1_scale, a2_scale), (b0_scale, b1_scale, b2_scale), left_shift, N,
             target, addition, from_peers, wait, given_up, (seen_first, seen_number), counters,
-            ROWS, COLUMNS, DEPTH, NUM_TERMS, TMA, TMA_STORE, N_MAJOR, PRECISION,
+            ROWS, COLUMNS, DEPTH, NUM_TERMS, TMA, TMA_STORE, N_MAJOR, PRECISION, SCALES, FAST,
             HAS_BIAS, HAS_ADDEND, GATED, SIGNALS, NUM_RANKS, RANK, SUM_GATED, PARTS, INTERPRETED,
         )  # fmt: skip
         seen_first = place[2]

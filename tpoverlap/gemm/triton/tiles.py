@@ -39,6 +39,15 @@ _HALF: Final = (
 )
 _HALF_SUMMED: Final = _HALF[1:2] + _HALF[3:]
 """Where the epilogue holds two sums: a tile of 128 x 256 would not fit the registers."""
+_BYTES: Final = (
+    (TileShape(128, 256, 128, 3, 8), 1.0),
+    (TileShape(128, 128, 128, 4, 8), 0.97),
+    (TileShape(64, 256, 128, 4, 4), 0.90),
+    (TileShape(64, 128, 128, 5, 4), 0.68),
+    (TileShape(64, 64, 256, 4, 4), 0.49),
+)
+"""FP8: the bytes of `_HALF`'s tiles, and its throughputs, which nobody has measured for FP8."""
+_BYTES_SUMMED: Final = _BYTES[1:2] + _BYTES[3:]
 _SINGLE: Final = ((TileShape(64, 64, 32, 3, 4), 1.0),)
 INTERPRETED: Final = TileShape(16, 32, 32, 1, 1, group=2)
 """Small, so that a test's few rows and columns make many tiles."""
@@ -72,11 +81,12 @@ def choose_tile(
         columns: N.
         itemsize_bytes: of the operands.
         num_programs: multiprocessors to use.
-        two_sums: the epilogue keeps a second float32 sum.
+        two_sums: a second float32 sum is kept: by the epilogue, or of FP8 products.
         lent: see `fits_one_wave`.
         waiting_rows: of the blocks that wait for peers (a tuple).
     """
-    candidates = _SINGLE if itemsize_bytes == 4 else _HALF_SUMMED if two_sums else _HALF
+    alone, summed = {1: (_BYTES, _BYTES_SUMMED), 2: (_HALF, _HALF_SUMMED), 4: (_SINGLE, _SINGLE)}[itemsize_bytes]
+    candidates = summed if two_sums else alone
 
     def cost(candidate: tuple[TileShape, float]) -> float:
         tile, throughput = candidate

@@ -19,7 +19,7 @@ from tpoverlap.testing.conformance.catalogue import (
     other_cases,
     walk_cases,
 )
-from tpoverlap.testing.conformance.catalogue_fp8 import fp8_cases
+from tpoverlap.testing.conformance.catalogue_fp8 import fp8_cases, fp8_kernel_cases
 from tpoverlap.testing.conformance.setting import Setting
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "all_cases",
     "conformance_cases",
     "fp8_cases",
+    "fp8_kernel_cases",
     "group_cases",
     "kernel_cases",
     "layer_cases",

@@ -23,3 +23,14 @@ def fp8_cases(setting: Setting, size: int) -> Iterator[Case]:
         for recipe in ("current", others[number % len(others)]):
             yield Case(f"fp8-row-{mode}-{recipe}", 2, fp8.check_row, (setting, recipe, mode))
     yield Case("fp8-mixed", 10, fp8.check_mixed, (setting,))
+
+
+def fp8_kernel_cases(setting: Setting, size: int) -> Iterator[Case]:
+    """Cases 1, 2 and 4 under `fused`: every recipe where the copy engine copies, one where programs do."""
+    for mode in fp8.KERNEL_COLUMN_MODES:
+        for number, recipe in enumerate(fp8.RECIPES if mode == "fused" else ("current",)):
+            count = 1 + number % 2
+            yield Case(f"fp8-column-{mode}-{recipe}-{count}", 1, fp8.check_column, (setting, recipe, mode, count))
+    for mode in fp8.KERNEL_ROW_MODES:
+        for recipe in fp8.RECIPES if mode == "fused" else ("current",):
+            yield Case(f"fp8-row-{mode}-{recipe}", 2, fp8.check_row, (setting, recipe, mode))

@@ -51,6 +51,18 @@ ROW_MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         linear.UNREGISTERED: {},
     }
 )
+_FUSED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"fused": {"method": "fused"}, "fused_copies": {"method": "fused", "use_ce": False, "num_sm": 4}}
+)
+KERNEL_COLUMN_MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {mode: {f"qkv_{phase}": options for phase in ("fprop", "dgrad")} for mode, options in _FUSED.items()}
+)
+KERNEL_ROW_MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {mode: {f"proj_{phase}": options for phase in ("fprop", "dgrad")} for mode, options in _FUSED.items()}
+)
+"""What runs as Triton kernels: on GPUs; tests/overlap has them in the interpreter."""
+_COLUMN: Mapping[str, Mapping[str, Any]] = MappingProxyType({**COLUMN_MODES, **KERNEL_COLUMN_MODES})
+_ROW: Mapping[str, Mapping[str, Any]] = MappingProxyType({**ROW_MODES, **KERNEL_ROW_MODES})
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ def check_column(
     quantize_dys = [layer.quantizers("grad", num_weights, False) for _ in range(size)]
     weights8 = [[PlainQuantizer(recipe, "weight", False)(w) for w in ws] for ws in weights]
     weights8_t = [[_transposed(recipe, w) for w in ws] for ws in weights]
-    with _open(setting, rank, COLUMN_MODES[mode]) as manager:
+    with _open(setting, rank, _COLUMN[mode]) as manager:
         comm = manager.layer("nobody" if mode == linear.UNREGISTERED else "qkv")
         state = Fp8State(recipe, num_weights, manager.device)
         for turn, partition in enumerate(setting.partitions(size)):
@@ -149,8 +161,8 @@ def check_row(rank: int, size: int, setting: Setting, recipe_name: str, mode: st
     quantize_dy = PlainQuantizer(recipe, "grad", gathered=True)
     weights8 = [PlainQuantizer(recipe, "weight", False)(w) for w in weights]
     weight8_t = _transposed(recipe, weights[rank])
-    options = ROW_MODES[mode].get("proj_fprop", {})
-    with _open(setting, rank, ROW_MODES[mode]) as manager:
+    options = _ROW[mode].get("proj_fprop", {})
+    with _open(setting, rank, _ROW[mode]) as manager:
         comm = manager.layer("nobody" if mode == linear.UNREGISTERED else "proj", row=True)
         state = Fp8State(recipe, 1, manager.device)
         for turn, partition in enumerate(setting.partitions(size)):
@@ -274,7 +286,7 @@ def _compare_input_grad(
         partials.append(partial)
     pairs = [pair for dy8s, w8s in zip(dys8, weights8_t, strict=True) for pair in zip(dy8s, w8s, strict=True)]
     reference = torch.stack([product(*pair, "reference") for pair in pairs]).sum(0)
-    options = COLUMN_MODES[mode].get("qkv_dgrad", {})
+    options = _COLUMN[mode].get("qkv_dgrad", {})
     twin = plain.rank_sum(partials)
     if options.get("fp8_buf") and layer.size > 1:
         twin = packed_sum(partials, recipe, "grad", _splits(options, layer.setting.hidden))

@@ -1,0 +1,150 @@
+"""Rank functions: FP8 operations under a given method, called as the layers call them, against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tests.overlap.fused_ranks import context_of, forced_form
+from tpoverlap.gemm.fp8 import Quantizer, ScaledPartialGemm, ScaledRowGemm
+from tpoverlap.gemm.fp8.recipes import Role
+from tpoverlap.overlap import gather_then_gemm, gemm_then_scatter
+from tpoverlap.overlap.fp8 import QuantizedShard, gather_operation, scatter_operation
+from tpoverlap.testing.conformance.fp8 import MODES, RECIPES
+from tpoverlap.testing.conformance.plain import rank_sum
+from tpoverlap.testing.conformance.plain_fp8 import PlainQuantizer, product
+from tpoverlap.testing.conformance.setting import Setting
+from tpoverlap.testing.faults import delay_transfers
+from tpoverlap.testing.numeric import assert_close_to_twin
+from tpoverlap.tokens import TokenPartition
+
+BOTH = ("fused", "ring_exchange")
+"""Methods that run on the same operands: each has to be as near the reference as the twin is."""
+
+
+def gather(
+    rank: int,
+    size: int,
+    setting: Setting,
+    partitions: Sequence[TokenPartition],
+    recipe_name: str,
+    role: Role,
+    num_weights: int = 1,
+    form: str = "",
+    methods: Sequence[str] = BOTH,
+    use_ce: bool = True,
+    delay_s: float = 0.0,
+) -> int:
+    """All-gather + GEMM for every partition; ``role`` "grad": E5M2 rows times E4M3 weights, where the recipe has it."""
+    recipe, compared = RECIPES[recipe_name], 0
+    with setting.open_manager(rank, quantization_modes=MODES) as manager:
+        quantizer = Quantizer(recipe, role, manager.device)
+        for turn, partition in enumerate(partitions):
+            own = partition.rows(rank)
+            x = setting.draw(rank, (partition.total, setting.hidden), "x", turn, scale=2.0 ** (turn % 5 - 2))
+            shapes = [(setting.features + 16 * i, setting.hidden) for i in range(num_weights)]
+            weights = [setting.draw(rank, s, "w", rank, i, scale=s[1] ** -0.5) for i, s in enumerate(shapes)]
+            biases = [
+                setting.draw(rank, (weight.shape[0],), "b", i) if (turn + i) % 2 else None
+                for i, weight in enumerate(weights)
+            ]
+            x8 = PlainQuantizer(recipe, role, gathered=True)(x)
+            for method in methods:
+                operation = context_of(manager, partition, scatter=False, method=method, use_ce=use_ce)
+                operation = gather_operation(operation, quantizer)
+                gathered: list[torch.Tensor] = []
+                outs = [x.new_full((partition.total, weight.shape[0]), float("nan")) for weight in weights]
+                # Who reads the gathered rows gets the copy-engine form, so one launch is never asked to.
+                wants = turn % 2 == 0 and form != "one_launch"
+                reads = (lambda whole, keep=gathered: keep.append(whole.clone())) if wants else None
+                with delay_transfers(manager, delay_s, only_source=turn % size), forced_form(form):
+                    shard = QuantizedShard(operation, quantizer, x[own].contiguous(), record=False)
+                    task = ScaledRowGemm(
+                        weights=[Quantizer(recipe, "weight").local(weight, record=False) for weight in weights],
+                        biases=biases,
+                        outs=outs,
+                        x_scale=shard.scale,
+                        x_format=shard.dtype,
+                        fast_accumulation=bool(turn % 2),
+                    )
+                    gather_then_gemm(operation, shard.local.bytes, task, reads)
+                for weight, bias, out in zip(weights, biases, outs, strict=True):
+                    weight8 = PlainQuantizer(recipe, "weight", gathered=False)(weight)
+                    twin, reference = product(x8, weight8, "twin"), product(x8, weight8, "reference")
+                    if bias is not None:
+                        twin, reference = (twin.float() + bias.float()).to(twin.dtype), reference + bias.double()
+                    what = f"{method} rank {rank} T={partition.total} {partition.counts}"
+                    assert_close_to_twin(out, twin, reference, what=what)
+                    compared += 1
+                if reads is not None:
+                    assert torch.equal(shard.whole(gathered[0]).data.float(), x8.numbers), "gathered x"
+        manager.check()
+    return compared
+
+
+def scatter(
+    rank: int,
+    size: int,
+    setting: Setting,
+    partitions: Sequence[TokenPartition],
+    recipe_name: str,
+    role: Role,
+    num_terms: int = 1,
+    form: str = "",
+    methods: Sequence[str] = BOTH,
+    use_ce: bool = True,
+    delay_s: float = 0.0,
+) -> int:
+    """GEMM + reduce-scatter for every partition; several terms have scales of their own, and one an addend."""
+    recipe, compared = RECIPES[recipe_name], 0
+    local: Callable[..., Any] = lambda role, tensor: Quantizer(recipe, role).local(tensor, record=False)  # noqa: E731
+    with setting.open_manager(rank, quantization_modes=MODES) as manager:
+        for turn, partition in enumerate(partitions):
+            own, total, width = partition.rows(rank), partition.total, setting.hidden
+            depths = [setting.features + 16 * term for term in range(num_terms)]
+            bias = setting.draw(rank, (width,), "b") if turn % 2 else None
+            extras = [setting.draw(rank, (total, width), "addend", turn, q) for q in range(size)]
+            lefts = [
+                [setting.draw(rank, (total, k), "l", turn, q, i, scale=4.0 ** (i - q)) for i, k in enumerate(depths)]
+                for q in range(size)
+            ]
+            rights = [
+                [setting.draw(rank, (width, k), "w", q, i, scale=k**-0.5) for i, k in enumerate(depths)]
+                for q in range(size)
+            ]
+            adds = num_terms > 1
+            task = ScaledPartialGemm(
+                terms=[
+                    (local(role, left), local("weight", right))
+                    for left, right in zip(lefts[rank], rights[rank], strict=True)
+                ],
+                addend=extras[rank] if adds else None,
+                bias=bias,
+                fast_accumulation=bool(turn % 2),
+            )
+            partials, reference = [], torch.zeros(total, width, dtype=torch.float64, device=manager.device)
+            for q in range(size):
+                partial = torch.zeros(total, width, dtype=setting.dtype, device=manager.device)
+                for left, right in zip(lefts[q], rights[q], strict=True):
+                    left8 = PlainQuantizer(recipe, role, gathered=False)(left)
+                    right8 = PlainQuantizer(recipe, "weight", gathered=False)(right)
+                    partial += product(left8, right8, "twin")
+                    reference += product(left8, right8, "reference")
+                if adds:
+                    partial, reference = partial + extras[q], reference + extras[q].double()
+                partials.append(partial)
+            twin = rank_sum(partials)
+            if bias is not None:
+                twin, reference = twin + bias, reference + bias.double()
+            for method in methods:
+                out = torch.full((own.stop - own.start, width), float("nan"), dtype=setting.dtype, device=twin.device)
+                operation = context_of(manager, partition, scatter=True, method=method, use_ce=use_ce)
+                with delay_transfers(manager, delay_s, only_source=turn % size), forced_form(form):
+                    gemm_then_scatter(*scatter_operation(operation, task, recipe.dtype(role)), out)
+                what = f"{method} rank {rank} T={total} {partition.counts}"
+                assert_close_to_twin(out, twin[own], reference[own], what=what)
+                compared += 1
+        manager.check()
+    return compared
