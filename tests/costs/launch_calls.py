@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from types import FrameType
@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.costs.null_kernels import NullKernelDriver, no_compiler
-from tpoverlap.gemm import PartialGemm
+from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.gemm.fp8 import QuantizedTensor, ScaledPartialGemm, ScaledRowGemm
 from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.overlap.fused_blocks import gather_rows, scatter_rows
 
 T, K, N = 256, 64, 768
+E4M3 = torch.float8_e4m3fn
 
 
 class Launches(NamedTuple):
@@ -56,26 +58,49 @@ def launches() -> Iterator[Launches]:
         epoch += 1
         return epoch
 
-    def gather() -> None:
-        e = turn()
-        slot, own, out = slots[e % 2], shards[e % 3], outs[e % 3]
-        launcher.gathered_rows(gathered, own, slot, lambda *_: whole, weight.t(), None, out, e, pushes=True)()
+    by_name: dict[str, Callable[[], None]] = {}
 
-    def partial_rows() -> None:
-        gemm = tasks[turn() % 2]
-        launcher.tiles_per_word(scattered, gemm)
-        launcher.partial_rows(scattered, gemm, staging, counters)()
+    def add(prefix: str, tasks: Sequence[PartialGemm], rows: RowGemm, shards: Sequence[torch.Tensor]) -> None:
+        (scaling,) = rows.scalings or (None,)
+        gathers = whole.view(shards[0].dtype)
 
-    def own_rows() -> None:
-        e = turn()
-        launcher.own_rows(scattered, tasks[e % 2], summed, slots[e % 2], e)()
+        def gather() -> None:
+            e = turn()
+            slot, own, out = slots[e % 2], shards[e % 3], outs[e % 3]
+            launcher.gathered_rows(
+                gathered, own, slot, lambda *_: gathers, rows.matrices[0], None, out, e, pushes=True, scaling=scaling
+            )()
 
-    def scatter() -> None:
-        e = turn()
-        launcher.scatter_rows(scattered, tasks[e % 2], summed, slots[e % 2], e)()
+        def partial_rows() -> None:
+            gemm = tasks[turn() % 2]
+            launcher.tiles_per_word(scattered, gemm)
+            launcher.partial_rows(scattered, gemm, staging, counters)()
 
+        def own_rows() -> None:
+            e = turn()
+            launcher.own_rows(scattered, tasks[e % 2], summed, slots[e % 2], e)()
+
+        def scatter() -> None:
+            e = turn()
+            launcher.scatter_rows(scattered, tasks[e % 2], summed, slots[e % 2], e)()
+
+        by_name.update({f"{prefix}{f.__name__}": f for f in (gather, partial_rows, own_rows, scatter)})
+
+    add("", tasks, RowGemm([weight.t()], [None], outs[:1]), shards)
+    tasks8 = [
+        ScaledPartialGemm(terms=[(_quantised(T, N), _quantised(K, N))], bias=torch.empty(K, dtype=half))
+        for _ in range(2)
+    ]
+    rows8 = ScaledRowGemm(
+        weights=[_quantised(N, K)], biases=[None], outs=outs[:1], x_scale=torch.ones(1, 1), x_format=E4M3
+    )
+    add("fp8 ", tasks8, rows8, [torch.empty(T // 2, K, dtype=torch.uint8) for _ in range(3)])
     with no_compiler():
-        yield Launches(driver, launcher, {f.__name__: f for f in (gather, partial_rows, own_rows, scatter)})
+        yield Launches(driver, launcher, by_name)
+
+
+def _quantised(rows: int, columns: int) -> QuantizedTensor:
+    return QuantizedTensor(torch.empty(rows, columns, dtype=E4M3), torch.ones(1, 1), torch.float16)
 
 
 def count(work: Callable[[], object]) -> tuple[int, int]:

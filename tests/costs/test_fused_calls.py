@@ -31,7 +31,7 @@ def test_calls_of_a_launch() -> None:
             assert made.driver.encodes == before[1], "every tensor map is found again"
             python, c = launch_calls.count(work)
             print(f"{name}: {python} Python calls, {c} C calls, {launch_calls.time_us(work, 300):.1f} us")
-            assert python <= LAUNCH[name], f"{name}: {python} Python calls"
+            assert python <= LAUNCH[name.removeprefix("fp8 ")], f"{name}: {python} Python calls"
 
 
 def test_calls_of_an_operation(rank_pool: Callable[[int], RankPool]) -> None:

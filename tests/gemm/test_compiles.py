@@ -71,6 +71,36 @@ def test_reduce_scatter_in_one_launch(build: Build, tile_index: int) -> None:
     assert found["packed"] == found["parameters"], "the block of parameters is what the binary declares"
 
 
+MIXED = ("fp8e5", "fp8e4nv")
+
+
+@pytest.mark.parametrize(
+    ("tile_index", "fast"), [(0, True), (1, False), pytest.param(4, False, marks=pytest.mark.slow)]
+)
+def test_fp8_all_gather(build: Build, tile_index: int, fast: bool) -> None:
+    found = build(tile_index, formats=MIXED, FAST=fast, HAS_OWN=True, GATED=True, PUSHES=not fast)
+    assert found["mixed_fp8"] and found["bulk_loads"] and found["bulk_stores"] and not found["spills"], found
+    # One a 128 columns of K and element of the tile, in either loop: none is left to the tensor cores.
+    assert (found["float32_adds"] == 0) == fast, found
+    assert fast or (found["wide_stores"] and found["wide_loads"]), "rows are pushed in 16-byte vectors"
+    assert found["shared_bytes"] <= 227 * 1024, found
+    assert found["packed"] == found["parameters"], "the block of parameters is what the binary declares"
+
+
+def test_fp8_reduce_scatter_in_one_launch(build: Build) -> None:
+    found = build(1, kernel="scatter_gemm", formats=MIXED, FAST=False, SCALES=2, NUM_RANKS=2, RANK=1)
+    assert found["mixed_fp8"] and found["float32_adds"] and found["spills"] <= 64, found
+    assert found["packed"] == found["parameters"], "the block of parameters is what the binary declares"
+
+
+@pytest.mark.slow
+def test_fp8_reduce_scatter(build: Build) -> None:
+    partial = build(0, formats=MIXED, SIGNALS=True)
+    assert partial["mixed_fp8"] and partial["carried"] == 5 and not partial["spills"], partial
+    terms = build(1, formats=MIXED, FAST=False, NUM_TERMS=3, result="fp32", SIGNALS=True)
+    assert terms["mixed_fp8"] and terms["shared_bytes"] <= 227 * 1024 and not terms["spills"], terms
+
+
 def main(tile_index: int, given: dict[str, Any]) -> None:
     """Compile and print one line of JSON."""
     import triton
@@ -132,6 +162,8 @@ def main(tile_index: int, given: dict[str, Any]) -> None:
         json.dumps(
             {
                 "wgmma": ptx.count("wgmma.mma_async"),
+                "mixed_fp8": ptx.count(".f32.e5m2.e4m3"),
+                "float32_adds": len(re.findall(r"\badd\.(?:rn\.)?f32", ptx)),
                 "bulk_loads": ptx.count("cp.async.bulk.tensor.2d.shared"),
                 "bulk_stores": ptx.count("cp.async.bulk.tensor.2d.global"),
                 "bulk_waits": ptx.count("cp.async.bulk.wait_group 0;"),

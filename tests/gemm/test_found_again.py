@@ -12,6 +12,7 @@ import torch
 
 from tests.costs.null_kernels import NullKernelDriver, no_compiler
 from tpoverlap.gemm import PartialGemm
+from tpoverlap.gemm.fp8 import QuantizedTensor, ScaledPartialGemm, ScaledRowGemm
 from tpoverlap.gemm.triton import compiled
 from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.launcher import GemmLauncher, Launch
@@ -59,12 +60,20 @@ class Problem:
             for i in range(2)
         ]
         self.keep = words
+        self.scales = torch.ones(200, 1)
 
-    def tensor(self, rows: int, columns: int, *, row_elements: int = 0) -> torch.Tensor:
+    def tensor(
+        self, rows: int, columns: int, *, row_elements: int = 0, dtype: torch.dtype = torch.float16
+    ) -> torch.Tensor:
         """Somewhere in the memory: aligned as a rule."""
         start = self.random.choice((0, 8192, 16384, 24576)) + (4 if self.random.random() < 0.02 else 0)
-        dtype = torch.float16
-        return self.memory.as_strided((rows, columns), (row_elements or columns, 1), start).view(dtype)
+        return self.memory.view(dtype).as_strided((rows, columns), (row_elements or columns, 1), start)
+
+    def quantised(self, rows: int, columns: int, dtype: torch.dtype, rowwise: bool) -> QuantizedTensor:
+        """Its scale is aligned or not, as slices of scales are."""
+        data = self.tensor(rows, columns, dtype=dtype)
+        start = self.random.choice((0, 1, 4))
+        return QuantizedTensor(data, self.scales[start : start + (rows if rowwise else 1)], torch.float16)
 
     def matrix(self, depth: int, width: int) -> torch.Tensor:
         """[K, N], stored either way."""
@@ -78,6 +87,23 @@ class Problem:
         counts, depth, width = choose(((32, 32), (0, 40))), 32, choose((64, 128))
         total, slot = sum(counts), choose(self.slots)
         kind = choose(("gather", "partial", "own", "scatter"))
+        is_fp8, rowwise, fast = choose((False, False, False, True)), choose((False, True)), choose((False, True))
+        x_format = choose((torch.float8_e4m3fn, torch.float8_e5m2))
+        if kind == "gather" and is_fp8:
+            rows, out = gather_rows(counts, depth, 0, 128), self.tensor(total, width)
+            bias = choose((None, self.tensor(1, width).view(-1)))
+            x = self.quantised(total, depth, x_format, rowwise)
+            task = ScaledRowGemm(
+                weights=[self.quantised(width, depth, torch.float8_e4m3fn, rowwise)], biases=[bias], outs=[out],
+                x_scale=x.scale, x_format=x_format, fast_accumulation=fast,
+            )  # fmt: skip
+            assert task.scalings is not None
+            (scaling,), own = task.scalings, self.tensor(counts[0], depth, dtype=torch.uint8)
+            whole = self.memory.view(torch.uint8).as_strided((total, depth), (depth, 1))
+            return lambda launcher: launcher.gathered_rows(
+                rows, own, slot, lambda *_: whole, task.matrices[0], bias, out, epoch,
+                pushes=bool(rows.pushes) and epoch % 2 == 0, scaling=scaling,
+            )  # fmt: skip
         if kind == "gather":
             rows = gather_rows(counts, depth, 0, 128)
             bias = choose((None, self.tensor(1, width).view(-1)))
@@ -98,6 +124,12 @@ class Problem:
         matrices = [self.tensor(depth, width) for _ in range(terms)]
         addend = choose((None, self.tensor(total, width)))
         gemm = PartialGemm(lefts, matrices, addend, choose((None, self.tensor(1, width).view(-1))))
+        if is_fp8:
+            pairs = [
+                (self.quantised(total, depth, x_format, rowwise),
+                 self.quantised(width, depth, torch.float8_e4m3fn, rowwise)) for _ in range(terms)
+            ]  # fmt: skip
+            gemm = ScaledPartialGemm(terms=pairs, addend=addend, bias=gemm.bias, fast_accumulation=fast)
         own = self.tensor(max(counts[0], 1), width)[: counts[0]]
         if kind == "partial":
             staging, counters = self.tensor(total, width), choose(self.keep)

@@ -36,6 +36,7 @@ def _twin(left: PlainTensor, right: PlainTensor, formats: tuple[torch.dtype, tor
     return out
 
 
+E4M3 = torch.float8_e4m3fn
 BOTH = ("fused", "ring_exchange")
 """Methods that run on the same operands: each has to be as near the reference as the twin is."""
 
@@ -166,3 +167,29 @@ def scatter(
                 compared += 1
         manager.check()
     return compared
+
+
+def alone_without_kernels(rank: int, size: int, setting: Setting) -> list[str]:
+    """Rank 0 alone tries both directions where `fused` cannot run: what it is told, without waiting for anybody."""
+    recipe, said = RECIPES["current"], []
+    with setting.open_manager(rank, quantization_modes=MODES) as manager:
+        partition = TokenPartition.balanced(9, size)
+        x = setting.draw(rank, (9, setting.hidden), "x")
+        weight = Quantizer(recipe, "weight", manager.device).local(x, record=False)
+
+        def gather() -> None:
+            operation = context_of(manager, partition, scatter=False)
+            quantizer = Quantizer(recipe, "input", manager.device)
+            QuantizedShard(gather_operation(operation, quantizer), quantizer, x[partition.rows(rank)], record=False)
+
+        def scatter() -> None:
+            scatter_operation(
+                context_of(manager, partition, scatter=True), ScaledPartialGemm(terms=[(weight, weight)]), E4M3
+            )
+
+        for attempt in (gather, scatter) if rank == 0 else ():
+            try:
+                attempt()
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said

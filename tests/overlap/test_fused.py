@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.overlap import fused_ranks
+from tests.overlap import fused_fp8_ranks, fused_ranks
 from tpoverlap import fused_form
 from tpoverlap.testing import RankFailure, RankPool
 from tpoverlap.testing.conformance.setting import Setting
@@ -94,6 +95,10 @@ def test_more_ranks(size: int) -> None:
             for run in (fused_ranks.gather, fused_ranks.scatter):
                 ran = more.run(run, setting(torch.float32), turns, *PLAIN, form, timeout_s=120.0)
                 assert ran == [len(turns)] * size
+        for run, form in ((fused_fp8_ranks.gather, "engine"), (fused_fp8_ranks.scatter, "one_launch")):
+            fp8 = replace(setting(torch.float32), hidden=32, features=16)
+            ran = more.run(run, fp8, turns[2:3], "current", "grad", 1, form, ("fused",), timeout_s=60.0)
+            assert ran == [1] * size
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -21,7 +21,7 @@ class Scaling:
         left_format: the FP8 dtype of the activations, whose bytes may come as uint8.
         is_rowwise: of all of them.
         fast: tensor cores may keep sums in less than float32 (see `tpoverlap.gemm.fp8.scaled_mm`).
-        kind: hashable: all that a kernel depends on, the formats of the ``b_i`` and the result's dtype left out.
+        kind: hashable: all that a kernel depends on, the formats of all operands and the result's dtype among it.
     """
 
     lefts: Sequence[torch.Tensor]

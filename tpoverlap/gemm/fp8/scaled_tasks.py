@@ -15,13 +15,14 @@ from tpoverlap.gemm.tasks import PartialGemm, RowGemm, Scaling
 def _scaling(
     lefts: Sequence[torch.Tensor],
     rights: Sequence[torch.Tensor],
-    left_format: torch.dtype,
+    formats: tuple[torch.dtype, ...],
     fast_accumulation: bool,
     dtype: torch.dtype,
 ) -> Scaling:
-    is_rowwise = any(scale.shape[0] != 1 for scale in rights)  # an activation of one row has one scale either way
+    """``formats``: of all left operands, then of all right ones; ``dtype``: of the result."""
+    is_rowwise = any([scale.shape[0] != 1 for scale in rights])  # an activation of one row has one scale either way
     fast = accumulates_fast(dtype, is_rowwise=is_rowwise, wanted=fast_accumulation)
-    return Scaling(lefts, rights, left_format, is_rowwise, fast, (left_format, is_rowwise, fast, len(lefts)))
+    return Scaling(lefts, rights, formats[0], is_rowwise, fast, (*formats, dtype, is_rowwise, fast))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -44,7 +45,9 @@ class ScaledRowGemm(RowGemm):
     def __post_init__(self) -> None:
         self.matrices = [weight.data.t() for weight in self.weights]
         self.scalings = [
-            _scaling([self.x_scale], [weight.scale], self.x_format, self.fast_accumulation, out.dtype)
+            _scaling(
+                [self.x_scale], [weight.scale], (self.x_format, weight.data.dtype), self.fast_accumulation, out.dtype
+            )
             for weight, out in zip(self.weights, self.outs, strict=True)
         ]
 
@@ -83,8 +86,8 @@ class ScaledPartialGemm(PartialGemm):
         self.matrices = [weight.data.t() for _, weight in self.terms]
         if self.terms:
             scales = [left.scale for left, _ in self.terms], [weight.scale for _, weight in self.terms]
-            left = self.terms[0][0]
-            self.scaling = _scaling(*scales, left.data.dtype, self.fast_accumulation, left.dtype)
+            formats = tuple([one.dtype for one in (*self.lefts, *self.matrices)])
+            self.scaling = _scaling(*scales, formats, self.fast_accumulation, self.terms[0][0].dtype)
 
     @property
     def is_plain(self) -> bool:

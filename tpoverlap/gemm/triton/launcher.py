@@ -109,7 +109,7 @@ class GemmLauncher:
             own.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
         )  # fmt: skip
         if scaling is not None:
-            key += (scaling.kind, matrix.dtype, out.dtype)
+            key += (scaling.kind,)
             addresses += (scaling.lefts[0].data_ptr(), scaling.rights[0].data_ptr())
         found = self._prepared.get(key)
         if found is None:
@@ -135,7 +135,7 @@ class GemmLauncher:
     def tiles_per_word(self, rows: OperationRows, gemm: PartialGemm) -> dict[int, int]:
         """How often `partial_rows` bumps each word."""
         matrix = gemm.matrices[0]
-        key = (rows, matrix.shape[1], matrix.dtype, gemm.scaling is not None and gemm.scaling.sums_twice)
+        key = (rows, matrix.shape[1], matrix.dtype, None if gemm.scaling is None else gemm.scaling.kind)
         found = self._tiles_per_word.get(key)
         if found is None:
             tile = self._builder.partial_tile(rows, gemm)
@@ -203,7 +203,7 @@ class GemmLauncher:
         )  # fmt: skip
         scaling = gemm.scaling
         if scaling is not None:
-            key += (scaling.kind, *[matrix.dtype for matrix in matrices], *[left.dtype for left in lefts])
+            key += (scaling.kind,)
             addresses += (*map(_address, scaling.lefts), *map(_address, scaling.rights))
         return key, addresses
 

@@ -1,8 +1,8 @@
 """What a tile multiplies: the sum over the terms of a[rows] @ b[:, columns], in float32; of FP8 operands, scaled.
 
 FP8 tensor cores of Hopper keep fewer digits of a sum than float32 has. FAST leaves the whole sum of a term to them, as
-cuBLAS's fast mode does; otherwise what DEPTH columns of K add up to is added in float32, which needs registers for a
-second sum. Each term has its own scales, so terms are summed apart, too.
+cuBLAS's fast mode does; otherwise what 128 columns of K (four instructions) add up to is added in float32, which needs
+registers for a second sum. Each term has its own scales, so terms are summed apart, too.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -32,7 +32,7 @@ def _dot(
     elif FAST:
         total = tl.dot(left, right, total)
     else:
-        total = tl.dot(left, right, total, max_num_imprecise_acc=DEPTH)
+        total = tl.dot(left, right, total, max_num_imprecise_acc=min(DEPTH, 128))
     return total
 
 
