@@ -113,7 +113,9 @@ def _kernels(report: Report, quick: bool) -> None:
 
 def _fp8(report: Report, quick: bool) -> None:
     setting = replace(_setting(torch.bfloat16), capacity=2048, hidden=512, features=256)
-    _run_cases(report, [*conformance.fp8_cases(setting, 2)][:: 3 if quick else 1], 2, torch.bfloat16)
+    cases = [*conformance.fp8_cases(setting, 2)][:: 3 if quick else 1]
+    cases += [*conformance.fp8_kernel_cases(setting, 2)][:: 3 if quick else 1]
+    _run_cases(report, cases, 2, torch.bfloat16)
 
 
 def _queues(report: Report, quick: bool) -> None:

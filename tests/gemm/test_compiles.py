@@ -75,7 +75,7 @@ MIXED = ("fp8e5", "fp8e4nv")
 
 
 @pytest.mark.parametrize(
-    ("tile_index", "fast"), [(0, True), (1, False), pytest.param(4, False, marks=pytest.mark.slow)]
+    ("tile_index", "fast"), [(0, True), *(pytest.param(index, False, marks=pytest.mark.slow) for index in (1, 4))]
 )
 def test_fp8_all_gather(build: Build, tile_index: int, fast: bool) -> None:
     found = build(tile_index, formats=MIXED, FAST=fast, HAS_OWN=True, GATED=True, PUSHES=not fast)

@@ -65,9 +65,14 @@ def explanations(rank: int, size: int, backend: str) -> dict[str, str]:
 
 
 def fp8_explanations(rank: int, size: int) -> dict[str, str]:
-    config = {"proj_fprop": {"method": "pipeline", "fp8_buf": True}, "qkv_wgrad": {"method": "bulk"}}
+    config = {
+        "proj_fprop": {"method": "pipeline", "fp8_buf": True},
+        "qkv_wgrad": {"method": "bulk"},
+        "fc1_fprop": {"method": "fused"},
+        "fc1_dgrad": {"method": "fused", "fp8_buf": True},
+    }
     with make_manager(ub_cfgs=config, quantization_modes=["none", "fp8"]) as manager:
-        names = ("qkv_fprop", "proj_fprop", "fc2_fprop", "qkv_wgrad")
+        names = ("qkv_fprop", "proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_fprop", "fc1_dgrad")
         return {name: manager.explain(name, 7) for name in names}
 
 

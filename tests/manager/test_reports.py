@@ -43,6 +43,8 @@ def test_explain_counts_fp8_bytes(rank_pool: Pools) -> None:
         for name, says in {
             "qkv_fprop": "under an FP8 recipe: 112 bytes, one an element, and the scales: 4 bytes a tensor",
             "proj_fprop": "under an FP8 recipe: 140 bytes, one an element and 4 a row for its scale",
+            "fc1_fprop": "under an FP8 recipe: 112 bytes, one an element",
+            "fc1_dgrad": "under an FP8 recipe: 448 bytes still, the sums move in float32: fused adds in it",
             "fc2_fprop": "under an FP8 recipe: 448 bytes still, the sums move in float32: fp8_buf is false",
         }.items():
             assert says in texts[name], texts[name]

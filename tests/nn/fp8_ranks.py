@@ -249,8 +249,8 @@ def histories(rank: int, size: int) -> list[list[float]]:
     return seen
 
 
-def fused_is_refused(rank: int, size: int) -> Outcome:
-    """FP8 does not run under fused in this version; said before any rank waits, and other layers are not affected."""
+def fused_without_kernels(rank: int, size: int) -> Outcome:
+    """Where kernels do not run, `fused` is refused before any rank waits, and other layers are not affected."""
     x, weight = _draw(4, HIDDEN, 0), _draw(FEATURES, HIDDEN, 1)
     with _manager(ub_cfgs={"qkv_fprop": {"method": "fused"}}) as manager:
         outcome = outcome_of(lambda: tpo.all_gather_gemm(x, weight, manager.layer("qkv"), fp8=tpo.Fp8State()))

@@ -41,11 +41,9 @@ def test_configurations(rank_pool) -> None:
         require(outcomes["ranks differ"], "RankMismatchError", ("quantization_modes", "0:", "1:"), "ranks differ")
 
 
-def test_fused_is_refused(rank_pool) -> None:
-    for outcome in rank_pool(2).run(fp8_ranks.fused_is_refused, timeout_s=60.0):
-        require(
-            outcome, "ConfigError", ("'fused'", "ring_exchange, pipeline, bulk, sequential", "without fp8"), "fused"
-        )
+def test_fused_without_kernels(rank_pool) -> None:
+    for outcome in rank_pool(2).run(fp8_ranks.fused_without_kernels, timeout_s=60.0):
+        require(outcome, "BackendUnavailableError", ("qkv_fprop", "'fused'", "another method"), "fused")
 
 
 def test_one_rank_without_fp8(rank_pool) -> None:

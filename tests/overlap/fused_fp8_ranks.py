@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+import tpoverlap as tpo
 from tests.overlap.fused_ranks import context_of, forced_form
+from tpoverlap import nn
 from tpoverlap.gemm.fp8 import Quantizer, ScaledPartialGemm, ScaledRowGemm, scaled_mm
 from tpoverlap.gemm.fp8.recipes import Role
+from tpoverlap.manager import UserBufferManager
 from tpoverlap.overlap import gather_then_gemm, gemm_then_scatter
 from tpoverlap.overlap.fp8 import QuantizedShard, gather_operation, scatter_operation
 from tpoverlap.testing.conformance.fp8 import MODES, RECIPES
@@ -37,6 +40,11 @@ def _twin(left: PlainTensor, right: PlainTensor, formats: tuple[torch.dtype, tor
 
 
 E4M3 = torch.float8_e4m3fn
+FUSED: dict[str, dict[str, Any]] = {
+    **{f"{name}_fprop": {"method": "fused"} for name in ("qkv", "proj", "fc1", "fc2")},
+    **{f"{name}_dgrad": {"method": "fused"} for name in ("qkv", "proj", "fc1")},
+    "fc2_dgrad": {"method": "ring_exchange", "atomic_gemm": True},
+}
 BOTH = ("fused", "ring_exchange")
 """Methods that run on the same operands: each has to be as near the reference as the twin is."""
 
@@ -193,3 +201,44 @@ def alone_without_kernels(rank: int, size: int, setting: Setting) -> list[str]:
             except Exception as error:
                 said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+def layers(rank: int, size: int, recipe_name: str, kind: str) -> dict[str, float]:
+    """A layer class, forward and backward, all its operations `fused`, beside the default methods: how far apart."""
+    errors: dict[str, float] = {}
+    kinds: dict[str, Callable[[UserBufferManager], torch.nn.Module]] = {
+        "mlp": lambda manager: nn.LayerNormMLP(32, 48 * size, activation="gelu", manager=manager),
+        "transformer": lambda manager: nn.TransformerLayer(
+            32, 48 * size, 2 * size, kv_channels=16, manager=manager, ub_overlap_rs_dgrad=True
+        ),
+    }
+    setting = Setting(backend="shared", capacity=24, hidden=32)
+    found: list[dict[str, torch.Tensor]] = []
+    prefixes = ("fc1", "fc2") if kind == "mlp" else ("qkv", "proj", "fc1", "fc2")
+    for configs in ({}, FUSED):
+        results: dict[str, torch.Tensor] = {}
+        with setting.open_manager(rank, ub_cfgs=configs, quantization_modes=MODES) as manager:
+            torch.manual_seed(3)
+            layer = kinds[kind](manager)
+            for lengths in ([5, 12], [1]):
+                total = sum(lengths)
+                with manager.microbatch(total) as partition, tpo.fp8_autocast(True, RECIPES[recipe_name]):
+                    own = partition.rows(rank)
+                    x = setting.draw(rank, (total, 32), "x")[own].requires_grad_()
+                    more = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)] if kind != "mlp" else []
+                    y = layer(x, *more)
+                    y.backward(setting.draw(rank, (total, 32), "dy")[own])
+                assert x.grad is not None
+                results |= {f"y {total}": y.detach(), f"dx {total}": x.grad}
+            results |= {name: one.grad for name, one in layer.named_parameters() if one.grad is not None}
+            for name in configs:
+                used = manager.stats().get(name, {})
+                methods = {key for key, count in used.items() if key.startswith("method_") and count}
+                # An x is gathered again beside the GEMM of a reduce-scatter in dgrad, under that name.
+                assert methods - {"method_bulk"} == ({"method_fused"} if name.startswith(prefixes) else set()), used
+            manager.check()
+        found.append(results)
+    for name, value in found[0].items():
+        if value.numel():
+            errors[name] = relative_error(found[1][name], value)
+    return errors

@@ -88,7 +88,7 @@ def test_three_ranks() -> None:
 
 SMALL = Setting(backend="shared", capacity=9, hidden=32, features=16)
 CASES = {case.id: case for case in fp8_kernel_cases(SMALL, 2) if "copies" not in case.id}  # interpreted one at a time
-QUICK = ("fp8-column-fused-delayed-1", "fp8-row-fused-rowwise")
+QUICK = ("fp8-row-fused-rowwise",)
 
 
 @pytest.mark.parametrize("case", [pytest.param(i, marks=() if i in QUICK else pytest.mark.slow) for i in CASES])
@@ -96,6 +96,14 @@ def test_layers(pool: RankPool, case: str) -> None:
     """CONFORMANCE.md 1, 2 and 4: forward and backward of linear layers whose operations are all configured `fused`."""
     summaries = pool.run(CASES[case].check, *CASES[case].args, timeout_s=90.0)
     assert all(summary["comparisons"] > 0 for summary in summaries)
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("current", "mlp"), ("rowwise", "transformer")])
+def test_layer_classes(pool: RankPool, recipe: str, kind: str) -> None:
+    for errors in pool.run(fused_fp8_ranks.layers, recipe, kind, timeout_s=120.0):
+        assert len(errors) > 7, errors
+        # The same sums in another order: now and then one is quantised to the neighbouring FP8 number afterwards.
+        assert all(error < 0.01 for error in errors.values()), errors
 
 
 def test_layers_meet_every_recipe() -> None:

@@ -12,19 +12,12 @@ import torch
 import torch.distributed as dist
 
 from tpoverlap.gemm.fp8 import Float8CurrentScaling, Fp8State, QuantizedTensor, Quantizer, scaled_mm
-from tpoverlap.overlap.fp8 import METHODS
 from tpoverlap.tools.bench import baselines
 from tpoverlap.tools.bench.baselines import Run
 from tpoverlap.tools.bench.rows import GemmRow
 from tpoverlap.tools.bench.session import Session
 
 NO_ASYNC_TP = "torch async-TP is timed in bfloat16 only"
-NO_FUSED = "fused does not move FP8 rows in this version"
-
-
-def runnable_in_fp8(methods: frozenset[str]) -> frozenset[str]:
-    """Those of ``methods`` that move FP8 rows."""
-    return methods & {"auto", *METHODS}
 
 
 class Fp8Row:

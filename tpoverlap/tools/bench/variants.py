@@ -12,7 +12,7 @@ from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.bench import baselines
 from tpoverlap.tools.bench.baselines import PlainTransfer, Run
 from tpoverlap.tools.bench.correctness import TWIN_FACTOR, Reference
-from tpoverlap.tools.bench.fp8_rows import NO_ASYNC_TP, NO_FUSED, Fp8Row, runnable_in_fp8
+from tpoverlap.tools.bench.fp8_rows import NO_ASYNC_TP, Fp8Row
 from tpoverlap.tools.bench.methods import AUTO, Methods, method_labels, runnable, why_no_kernels
 from tpoverlap.tools.bench.rows import GemmRow
 from tpoverlap.tools.bench.session import Operands, Session
@@ -124,7 +124,7 @@ def build_variants(
         )
     variants += [
         Variant(label, "ours", ours(label, inputs), inputs.first_row)
-        for label in method_labels(row.direction, session.tp_size, _supported(session, row))
+        for label in method_labels(row.direction, session.tp_size, runnable(session.device.type))
     ]
     if row.capacity_tokens > row.num_tokens:
         padded = RowInputs(session, operands, row, row.capacity_tokens)
@@ -141,11 +141,6 @@ def build_variants(
             )
         )
     return [variant for variant in variants if labels is None or variant.label in labels]
-
-
-def _supported(session: Session, row: GemmRow) -> frozenset[str]:
-    methods = runnable(session.device.type)
-    return runnable_in_fp8(methods) if row.is_fp8 else methods
 
 
 def why_no_async_tp(session: Session, row: GemmRow) -> str | None:
@@ -212,8 +207,6 @@ def add_alone(
         checked.skipped[ASYNC_TP] = reason
     if (reason := why_no_kernels(session.device.type)) is not None:
         checked.skipped["fused"] = reason
-    elif "fused" not in _supported(session, row):
-        checked.skipped["fused"] = NO_FUSED
     if transfer.reason is not None:
         checked.skipped[PUSH] = transfer.reason
         return
