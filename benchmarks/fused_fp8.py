@@ -4,7 +4,8 @@
 --device cpu`` at tiny sizes, which tests the script. Everything that a kernel waits for is there before it starts, so
 the times are those of the GEMM, its scales and what its form adds: "gathered" multiplies all rows, half of them as own
 ones; "partial" and "own" half of them each (the two kernels of a reduce-scatter); "scatter" all, into memory of this
-GPU. Each is timed with every tile of the table as well, which says whether the table picks the best.
+GPU. With ``--tiles MODE`` each is timed with every tile of the table as well, which says whether the table picks the
+best; compiling them takes a minute a mode, the rest another one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from benchmarks.fp8_kernels import E4M3, E5M2, Bench
 from tpoverlap.gemm.fp8 import QuantizedTensor, ScaledPartialGemm, ScaledRowGemm, quantize, quantize_rows
 from tpoverlap.gemm.fp8.scaled_mm import scaled_mm
-from tpoverlap.gemm.triton import TileShape, tiles
+from tpoverlap.gemm.triton import TileShape
+from tpoverlap.gemm.triton import tiles as tile_table
 from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.memory.layout import MAX_PIECES
@@ -28,7 +30,7 @@ from tpoverlap.overlap.fused_blocks import gather_rows, scatter_rows
 from tpoverlap.testing import relative_error
 from tpoverlap.tools.bench.environment import environment
 
-SHAPES = [(512, 4096, 6144), (1024, 8192, 4096), (8192, 4096, 6144), (8192, 7168, 4096), (8192, 8192, 8192)]
+SHAPES = [(512, 4096, 6144), (2048, 8192, 4096), (8192, 4096, 6144), (8192, 8192, 8192)]
 """(T, K, N) of one rank's GEMMs."""
 TINY = [(40, 48, 32)]
 MODES = {"fast": (E4M3, False, True), "float32": (E4M3, False, False), "e5m2": (E5M2, False, False),
@@ -128,7 +130,7 @@ def measure(bench: Bench, shape: tuple[int, int, int], mode: str, every_tile: bo
     mm_us, mm_host_us = bench.time_us(alone.scaled_mm)
     choices: dict[str, Problem] = {"table": alone}
     if every_tile:
-        for tile, _ in tiles._BYTES:
+        for tile, _ in tile_table._BYTES:
             choices[f"{tile.rows}x{tile.columns}x{tile.depth}"] = Problem(bench.device, shape, mode, tile)
     for number, (name, _, _) in enumerate(list(alone.calls())):
         row: dict[str, Any] = {"kernel": name, "mode": mode, "shape": list(shape), "scaled_mm_us": mm_us}
@@ -153,15 +155,15 @@ def measure(bench: Bench, shape: tuple[int, int, int], mode: str, every_tile: bo
 @click.command()
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu: the interpreter, tiny sizes.")
 @click.option("--rounds", default=5, help="Medians are over so many.")
-@click.option("--tiles/--no-tiles", "every_tile", default=True, help="Also time every tile of the table.")
+@click.option("--tiles", type=click.Choice(list(MODES)), multiple=True, help="Time every tile in this mode, too.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="A JSON file.")
-def main(device: str, rounds: int, every_tile: bool, out: Path | None) -> None:
+def main(device: str, rounds: int, tiles: tuple[str, ...], out: Path | None) -> None:
     """Check and measure."""
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     bench, rows = Bench(place, rounds), []
-    for shape in SHAPES if device == "cuda" else TINY:
-        for mode in MODES:
-            for row in measure(bench, shape, mode, every_tile and device == "cuda"):
+    for mode in MODES:
+        for shape in SHAPES if device == "cuda" else TINY:
+            for row in measure(bench, shape, mode, mode in tiles):
                 rows.append(row)
                 click.echo(json.dumps(row))
                 if out is not None:

@@ -75,6 +75,15 @@ def test_a_cpu_runs_the_twins_and_never_the_interpreter_unasked() -> None:
 
 
 @NEEDS_TRITON
+@pytest.mark.slow
+def test_the_benchmark_of_fused_runs_in_the_interpreter(run_module: RunModule, tmp_path: Path) -> None:
+    file = tmp_path / "fused.json"
+    run_module("benchmarks.fused_fp8", "--device", "cpu", "--rounds", "1", "--out", str(file), interpret=True)
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 16 and all(row["times"]["table"]["error"] < 0.01 for row in rows)
+
+
+@NEEDS_TRITON
 def test_the_benchmark_runs_in_the_interpreter(run_module: RunModule, tmp_path: Path) -> None:
     file = tmp_path / "kernels.json"
     run_module("benchmarks.fp8_kernels", "--device", "cpu", "--rounds", "1", "--out", str(file), interpret=True)

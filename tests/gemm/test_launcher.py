@@ -7,6 +7,7 @@ import torch
 
 from tests.costs.null_kernels import NullKernelDriver, no_compiler
 from tpoverlap.gemm import PartialGemm
+from tpoverlap.gemm.fp8 import QuantizedTensor, ScaledPartialGemm
 from tpoverlap.gemm.triton import TilePlan, choose_tile
 from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.launcher import GemmLauncher
@@ -68,6 +69,21 @@ def test_who_waits_never_borrows() -> None:
     assert not fits_one_wave(132, 117, 116, 16), "then a library's kernel might find no room"
     assert not fits_one_wave(133, 64, 116, 16), "a program with a second tile may wait in it"
     assert not fits_one_wave(117, 1, 116, 0)
+
+
+@pytest.mark.parametrize("num_terms", [1, 2])
+@pytest.mark.parametrize("fast", [True, False])
+def test_fp8_products_with_a_second_sum_take_smaller_tiles(fast: bool, num_terms: int) -> None:
+    """256 columns leave no registers for it. A launch and the counters' targets agree on the tile."""
+    launcher = GemmLauncher(torch.device("cpu"), 1.0, driver=NullKernelDriver(ALL))
+    one = QuantizedTensor(torch.empty(8192, 256, dtype=torch.float8_e4m3fn), torch.ones(1, 1), torch.bfloat16)
+    gemm = ScaledPartialGemm(terms=[(one, one)] * num_terms, fast_accumulation=fast)
+    rows = scatter_rows((4096, 4096), 8192, 0, 128)
+    tile = launcher._builder.partial_tile(rows, gemm)
+    assert (tile.columns == 256) == (fast and num_terms == 1)
+    assert tile.depth >= 128, "as many bytes as 64 columns of 16 bits"
+    wanted = TilePlan.of(rows.others, tile.rows).tiles_per_word(8192 // tile.columns)
+    assert launcher.tiles_per_word(rows, gemm) == wanted
 
 
 def test_a_given_tile_is_used() -> None:

@@ -74,6 +74,6 @@ def test_layers_in_every_recipe(pool: RankPool) -> None:
 
 def test_the_kernels_are_right_and_timed(run_module: Callable[..., str], tmp_path: Path) -> None:
     file = tmp_path / "fused_fp8.json"
-    arguments = ("--rounds", "1", "--no-tiles", "--out", str(file))
+    arguments = ("--rounds", "1", "--out", str(file))
     run_module("benchmarks.fused_fp8", *arguments, interpret=False, timeout_s=280.0)
     assert all(not isinstance(row["times"]["table"], str) for row in json.loads(file.read_text())["rows"])
