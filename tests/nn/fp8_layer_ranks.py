@@ -140,6 +140,7 @@ def without_sequence_parallelism(rank: int, size: int, recipe_name: str, config:
         "fp8_buf": {"proj_fprop": {"fp8_buf": True}},
         "rs_dgrad": {"qkv_dgrad": {"method": "ring_exchange", "fp8_buf": True}},
         "pipeline": {"proj_fprop": {"method": "pipeline", "num_splits": 3}},
+        "fused": {name: {"method": "fused"} for name in ("qkv_dgrad", "proj_fprop")},
         "sequential": {name: {"method": "sequential"} for name in ("qkv_dgrad", "proj_fprop")},
     }
     comparison = Comparison()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.nn import fp8_layer_ranks
 from tests.overlap import fused_fp8_ranks
 from tests.overlap.test_fused import partitions
 from tpoverlap import fused_form
@@ -104,6 +105,12 @@ def test_layer_classes(pool: RankPool, recipe: str, kind: str) -> None:
         assert len(errors) > 7, errors
         # The same sums in another order: now and then one is quantised to the neighbouring FP8 number afterwards.
         assert all(error < 0.01 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_without_sequence_parallelism(pool: RankPool, recipe: str) -> None:
+    pool.run(fp8_layer_ranks.without_sequence_parallelism, recipe, "fused", timeout_s=120.0)
 
 
 def test_layers_meet_every_recipe() -> None:
