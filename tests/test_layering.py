@@ -46,6 +46,7 @@ PART_OF = dict.fromkeys(
         "method_tables",
         "name_table",
         "plan",
+        "settings",
         "setup",
         "statistics",
     ),

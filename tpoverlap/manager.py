@@ -24,18 +24,16 @@ from tpoverlap.method_tables import CacheSource, MethodTables
 from tpoverlap.name_table import NameTable
 from tpoverlap.overlap import OperationContext
 from tpoverlap.plan import make_plan, pinned_evidence, pinned_methods
+from tpoverlap.settings import Registration, Settings, config_contents, plan_contents, require_agreement
 from tpoverlap.setup import (
     BACKENDS,
     DTYPES,
     OVERFLOW_MODES,
-    Registration,
-    Settings,
     parse_capacity,
     parse_max_rows,
     parse_modes,
     parse_registration,
     refused_input,
-    require_agreement,
     require_choice,
     require_fp8,
     resolve_device,
@@ -127,12 +125,13 @@ class UserBufferManager:
                 on_overflow,
                 self.max_rows_per_rank,
                 config.digest,
-                str(sorted(self._pinned.items()) + ([] if plan is None else [plan["hash"]])),
+                "" if plan is None else str(plan["hash"]),
                 self.quantization_modes,
             )
         except Exception as error:  # of any kind: the other ranks are about to wait for this one
             settings = error
-        require_agreement(self.group, settings)
+        behind = {"ub_cfgs": lambda: config_contents(config), "plan": lambda: plan_contents(plan)}
+        require_agreement(self.group, settings, behind)
         self._config = config
         self.active = ActiveShape(self.tp_size, self.capacity_shape[1])
         self._names = NameTable(self, config, self.capacity_shape[1], self.capacity_shape[0], self.max_rows_per_rank)

@@ -1,10 +1,9 @@
-"""What a manager needs to know before it allocates: group, device, time-out; and that all ranks were told the same."""
+"""What a manager needs to know before it allocates: group, device, time-out, and whether its arguments are legal."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,10 +12,9 @@ from tpoverlap.errors import (
     BackendUnavailableError,
     ConfigError,
     NotInitializedError,
-    RankMismatchError,
 )
 from tpoverlap.gemm.fp8 import require_device
-from tpoverlap.memory.base import agree
+from tpoverlap.settings import Registration
 from tpoverlap.tokens import as_int
 
 if TYPE_CHECKING:
@@ -28,45 +26,6 @@ OVERFLOW_MODES = ("error", "sequential")
 QUANTIZATION_MODES = ("none", "fp8")
 DEFAULT_TIMEOUT_S = 1800.0
 MAX_TIMEOUT_S = 30 * 86400.0
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What every rank must have been given alike; compared at set-up, before anything is allocated.
-
-    The names are those of the manager's arguments: messages use them. ``ub_cfgs`` is a digest.
-    """
-
-    capacity_shape: tuple[int, int]
-    dtype: str
-    device: str
-    backend: str
-    timeout_s: float
-    on_overflow: str
-    max_rows_per_rank: int
-    ub_cfgs: str
-    plan: str
-    quantization_modes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Registration:
-    """A further name; compared like `Settings`."""
-
-    name: str
-    width: int
-    max_tokens: int
-    max_rows_per_rank: int
-
-
-@dataclass(frozen=True)
-class TpSize:
-    """The size of the groups that a larger group is cut into; compared like `Settings`."""
-
-    tp_size: int
-
-
-Agreed = TypeVar("Agreed", Settings, Registration, TpSize)
 
 
 def resolve_group(group: Any) -> ProcessGroup:
@@ -144,33 +103,6 @@ def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not supported; use one of {', '.join(map(str, choices))}")
-
-
-def require_agreement(group: ProcessGroup, settings: Agreed | Exception) -> Agreed:
-    """Every rank's settings, or error, compared on every rank; returns ``settings``. Collective.
-
-    A rank whose own arguments are illegal takes part with its error: if it raised at once, its peers would wait for it.
-
-    Raises:
-        Exception: this rank's own error. ConfigError: another rank has one.
-        RankMismatchError: settings differ; names each rank's value.
-    """
-    message = f"{type(settings).__name__}: {settings}" if isinstance(settings, Exception) else None
-    answers: list[tuple[str | None, dict[str, Any]]] = agree(
-        group, (message, {} if isinstance(settings, Exception) else asdict(settings))
-    )
-    if isinstance(settings, Exception):
-        raise settings
-    for rank, (error, _) in enumerate(answers):
-        if error is not None:
-            raise ConfigError(f"rank {rank} was given something illegal: {error}; correct it there")
-    for key, own in asdict(settings).items():
-        values = [answer[key] for _, answer in answers]
-        if any(value != own for value in values):
-            raise RankMismatchError(
-                f"ranks were given different {key}: {dict(enumerate(values))}; pass the same everywhere"
-            )
-    return settings
 
 
 def parse_max_rows(max_rows_per_rank: Any, max_tokens: int, tp_size: int) -> int:

@@ -24,7 +24,8 @@ from tpoverlap.errors import ConfigError
 from tpoverlap.gemm.fp8 import DelayedScaling, Float8CurrentScaling, Format
 from tpoverlap.manager import UserBufferManager
 from tpoverlap.nn.fp8_context import fp8_autocast
-from tpoverlap.setup import TpSize, require_agreement, resolve_group
+from tpoverlap.settings import TpSize, require_agreement
+from tpoverlap.setup import resolve_group
 from tpoverlap.tokens import as_int
 
 __all__ = [

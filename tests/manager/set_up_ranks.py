@@ -8,7 +8,7 @@ import torch
 
 import tpoverlap as tpo
 from tests.manager.ranks import CAPACITY, WIDTH, Outcome, assert_right, make_manager, outcome_of
-from tests.manager.set_ups import BAD_SET_UPS, DIFFERENT, a_plan
+from tests.manager.set_ups import BAD_SET_UPS, DIFFERENT
 from tpoverlap.tokens import TokenPartition
 
 
@@ -30,9 +30,8 @@ def disagree(rank: int, size: int) -> dict[str, Outcome]:
     outcomes = {}
     for name, (common, different, _) in DIFFERENT.items():
         options = different if rank == size - 1 else common
+        options = options(size) if callable(options) else options
         outcomes[name] = outcome_of(lambda o=options: make_manager(**o))  # type: ignore[misc]
-    plans = {"plan": a_plan(size, proj_fprop=("pipeline", True))} if rank == size - 1 else {}
-    outcomes["plan"] = outcome_of(lambda: make_manager(**plans))
     return outcomes
 
 

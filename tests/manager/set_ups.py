@@ -118,17 +118,79 @@ BAD_SET_UPS: dict[str, BadSetUp] = {
     ),
 }
 
-DIFFERENT: dict[str, tuple[Options, Options, tuple[str, ...]]] = {
+
+def _section(up_to: int) -> Options:
+    rows = [{"up_to": up_to, "method": "sequential"}, {"up_to": 24, "method": "ring_exchange"}]
+    return {"tpoverlap": {"by_tokens": {"qkv_fprop": {"features": 6, "width": WIDTH, "rows": rows}}}}
+
+
+MaybeSized = Options | Callable[[int], Options]
+DIFFERENT: dict[str, tuple[MaybeSized, MaybeSized, tuple[str, ...]]] = {
     "capacity": ({}, {"capacity_shape": (32, WIDTH)}, ("capacity_shape", "(24, 16)", "(32, 16)")),
     "width": ({}, {"capacity_shape": (24, 8)}, ("capacity_shape", "(24, 16)", "(24, 8)")),
     "dtype": ({}, {"dtype": torch.bfloat16}, ("dtype", "torch.float32", "torch.bfloat16")),
     "time-out": ({}, {"timeout_s": 21.0}, ("timeout_s", "20.0", "21.0")),
-    "config": ({}, {"ub_cfgs": {"proj_fprop": {"method": "pipeline"}}}, ("ub_cfgs",)),
+    "config: a method": (
+        {"ub_cfgs": {"proj_fprop": {"method": "pipeline", "num_splits": 2}}},
+        {"ub_cfgs": {"proj_fprop": {"method": "sequential"}}},
+        ("ub_cfgs", "proj_fprop.method is 'pipeline' on", "and 'sequential' on", "proj_fprop.num_splits is 2 on"),
+    ),
+    "config: written by one": (
+        {},
+        {"ub_cfgs": {"proj_fprop": {"method": "pipeline"}}},
+        ("ub_cfgs: proj_fprop.method is 'ring_exchange' by default on", "and 'pipeline' on"),
+    ),
+    "config: another default written": (
+        {},
+        {"ub_cfgs": {"proj_fprop": {"method": "ring_exchange"}}},
+        ("proj_fprop.method is 'ring_exchange' by default on", "and 'ring_exchange' on"),
+    ),
+    "config: a name": (
+        {},
+        {"ub_cfgs": {"mtp_fprop": {"aggregate": True}}},
+        ("mtp_fprop.aggregate is not there on", "and True on"),
+    ),
+    "config: a bucket": (
+        {"ub_cfgs": _section(8)},
+        {"ub_cfgs": _section(12)},
+        ("tpoverlap.by_tokens.qkv_fprop.rows[0].up_to is 8 on", "and 12 on"),
+    ),
+    "config: a section": ({}, {"ub_cfgs": _section(8)}, ("by_tokens.qkv_fprop.features is not there on", "and 6 on")),
+    "config: everything": (
+        {"ub_cfgs": {f"a_{name}_fprop": {"num_sm": 1} for name in range(100)}},
+        {"ub_cfgs": {f"b_{name}_fprop": {"num_sm": 1} for name in range(100)}},
+        ("a_0_fprop.num_sm is 1 on", "and not there on", "; and 194 more"),
+    ),
+    "config: a long text": (
+        {"ub_cfgs": {"tpoverlap": {"remark": "x" * 10_000}}},
+        {"ub_cfgs": {"tpoverlap": {"remark": "y" * 10_000}}},
+        ("tpoverlap.remark is 'xxxx", "...xxx", "and 'yyy"),
+    ),
+    "quantization": (
+        {},
+        {"quantization_modes": ["none", "fp8"]},
+        ("quantization_modes is ('none',) on", "and ('none', 'fp8') on"),
+    ),
+    "plan": (
+        {},
+        lambda size: {"plan": a_plan(size, proj_fprop=("pipeline", True))},
+        ("plan.methods.proj_fprop.method is without a plan on", "and 'pipeline' on"),
+    ),
+    "plan: a method": (
+        lambda size: {"plan": a_plan(size, proj_fprop=("ring_exchange", True))},
+        lambda size: {"plan": a_plan(size, proj_fprop=("pipeline", True))},
+        ("different plan: plan.methods.proj_fprop.method is 'ring_exchange' on", "and 'pipeline' on"),
+    ),
+    "two of them": (
+        {},
+        {"dtype": torch.float16, "on_overflow": "sequential"},
+        ("different dtype, on_overflow:", "on_overflow is 'error' on", "'torch.float16'"),
+    ),
     "on_overflow": ({}, {"on_overflow": "sequential"}, ("on_overflow", "'error'", "'sequential'")),
-    "max_rows_per_rank": ({}, {"max_rows_per_rank": 20}, ("max_rows_per_rank", "12", "20")),
+    "max_rows_per_rank": ({}, {"max_rows_per_rank": 20}, ("max_rows_per_rank", "20")),
     "backend": ({"backend": "shared"}, {"backend": "process_group"}, ("backend", "'shared'", "'process_group'")),
 }
-"""Options of the other ranks, of the last rank, and what the message must name."""
+"""Options of the other ranks and of the last rank (some from tp_size), and what the message must name."""
 
 
 def construct(options: Options) -> tpo.UserBufferManager:

@@ -9,6 +9,7 @@ import pytest
 from tests.manager import set_up_ranks
 from tests.manager.ranks import Outcome, public_class
 from tests.manager.set_ups import BAD_SET_UPS, DIFFERENT
+from tpoverlap import RankMismatchError, settings
 from tpoverlap.testing import RankPool, run_ranks
 
 Pools = Callable[[int], RankPool]
@@ -41,16 +42,35 @@ def test_bad_set_up(name: str, refused: tuple[int | None, Outcomes]) -> None:
             require(on_rank[name], "ConfigError", (f"rank {offender} ", *case.says), f"rank {rank}")
 
 
-@pytest.fixture(scope="module")
-def differing(rank_pool: Pools) -> Outcomes:
-    return rank_pool(2).run(set_up_ranks.disagree, timeout_s=60.0)
+@pytest.fixture(scope="module", params=[2, 3])
+def differing(request: pytest.FixtureRequest, rank_pool: Pools) -> Outcomes:
+    return rank_pool(request.param).run(set_up_ranks.disagree, timeout_s=60.0)
 
 
-@pytest.mark.parametrize("name", [*DIFFERENT, "plan"])
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_given_different_arguments(name: str, differing: Outcomes) -> None:
-    says = ("plan", "pipeline") if name == "plan" else DIFFERENT[name][2]
+    others, last = {2: ("on rank 0", "on rank 1"), 3: ("on ranks 0-1", "on rank 2")}[len(differing)]
+    messages = set()
     for rank, on_rank in enumerate(differing):
-        require(on_rank[name], "RankMismatchError", (*says, "pass the same everywhere"), f"rank {rank}")
+        says = (*DIFFERENT[name][2], others, last, "pass the same everywhere")
+        require(on_rank[name], "RankMismatchError", says, f"rank {rank}")
+        messages.add(on_rank[name][1])  # type: ignore[index]  # `require` saw that it is there
+    assert len(messages) == 1, "every rank is told the same"
+    assert len(messages.pop()) < 1000, "however much differs"
+
+
+def test_many_ranks_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What 72 ranks have is said by ranges, and cut where every rank has something else."""
+    sizes = [4] * 40 + [8] + [4] * 31
+    monkeypatch.setattr(settings, "agree", lambda group, value: [(None, {"tp_size": size}) for size in sizes])
+    with pytest.raises(RankMismatchError, match="tp_size is 4 on ranks 0-39, 41-71 and 8 on rank 40; pass"):
+        settings.require_agreement(None, settings.TpSize(4))  # type: ignore[arg-type]  # `agree` has no use for it
+    sizes[:] = [4, 8] * 36
+    with pytest.raises(RankMismatchError, match=r"4 on ranks 0, 2, 4, 6, 8, 10, \.\.\. and 8 on ranks 1, 3, 5, 7"):
+        settings.require_agreement(None, settings.TpSize(4))  # type: ignore[arg-type]
+    sizes[:] = range(72)
+    with pytest.raises(RankMismatchError, match="3 on rank 3 and 68 other values elsewhere; pass"):
+        settings.require_agreement(None, settings.TpSize(4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("offender", [None, 1])

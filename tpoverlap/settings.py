@@ -1,0 +1,192 @@
+"""What all ranks must have been given alike, and the comparison that says where they were not.
+
+Every rank sends what it was given, or the error that its own arguments cause, so that no rank waits for one that has
+raised. Large settings (options, plans) are sent as a digest; their contents follow only where the digests differ, which
+every rank sees alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tpoverlap.errors import ConfigError, RankMismatchError
+from tpoverlap.memory.base import agree
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tpoverlap.config import ResolvedConfig
+
+_MAX_KEYS, _MAX_VALUES, _MAX_RANKS, _MAX_TEXT = 6, 4, 6, 80
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every rank's manager must have been given alike; compared before anything is allocated.
+
+    The names are those of the manager's arguments: messages use them. ``ub_cfgs`` and ``plan`` are digests.
+    """
+
+    capacity_shape: tuple[int, int]
+    dtype: str
+    device: str
+    backend: str
+    timeout_s: float
+    on_overflow: str
+    max_rows_per_rank: int
+    ub_cfgs: str
+    plan: str
+    quantization_modes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A further name; compared like `Settings`."""
+
+    name: str
+    width: int
+    max_tokens: int
+    max_rows_per_rank: int
+
+
+@dataclass(frozen=True)
+class TpSize:
+    """The size of the groups that a larger group is cut into; compared like `Settings`."""
+
+    tp_size: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What stands behind a digest: dotted key -> value as text.
+
+    ``written``: what the user wrote. ``otherwise``: what holds for keys that only other ranks wrote; ``missing`` where
+    nothing does.
+    """
+
+    written: dict[str, str]
+    otherwise: dict[str, str] = field(default_factory=dict)
+    missing: str = "not there"
+
+    def at(self, key: str) -> str:
+        """The value of ``key`` on this rank, as text."""
+        return self.written.get(key) or self.otherwise.get(key, self.missing)
+
+
+Agreed = TypeVar("Agreed", Settings, Registration, TpSize)
+
+
+def require_agreement(
+    group: ProcessGroup,
+    settings: Agreed | Exception,
+    contents: Mapping[str, Callable[[], Contents]] | None = None,
+) -> Agreed:
+    """Every rank's settings, or error, compared on every rank; returns ``settings``. Collective.
+
+    A rank whose own arguments are illegal takes part with its error: if it raised at once, its peers would wait for it.
+
+    Args:
+        group: the ranks.
+        settings: what this rank was given, or the error about it.
+        contents: for settings that are digests, by name: what is behind them.
+
+    Raises:
+        Exception: this rank's own error. ConfigError: another rank has one.
+        RankMismatchError: settings differ; names the keys, the values and who has which, cut short where they are many.
+    """
+    message = f"{type(settings).__name__}: {settings}" if isinstance(settings, Exception) else None
+    answers: list[tuple[str | None, dict[str, Any]]] = agree(
+        group, (message, {} if isinstance(settings, Exception) else asdict(settings))
+    )
+    if isinstance(settings, Exception):
+        raise settings
+    for rank, (error, _) in enumerate(answers):
+        if error is not None:
+            raise ConfigError(f"rank {rank} was given something illegal: {error}; correct it there")
+    differing, found = [], []
+    for key in asdict(settings):
+        values = [repr(answer[key]) for _, answer in answers]
+        if len(set(values)) > 1:
+            differing.append(key)
+            make = (contents or {}).get(key)
+            inside = [] if make is None else list(_differences(agree(group, make())))
+            found += inside or [f"{key} is {_by_rank(values)}"]
+    if not differing:
+        return settings
+    more = f"; and {len(found) - _MAX_KEYS} more" if len(found) > _MAX_KEYS else ""
+    raise RankMismatchError(
+        f"ranks were given different {', '.join(differing)}: {'; '.join(found[:_MAX_KEYS])}{more}; "
+        "pass the same everywhere"
+    )
+
+
+def config_contents(config: ResolvedConfig) -> Contents:
+    """The options of all names: ``fc2_fprop.method``, and what stands under ``tpoverlap:``."""
+    defaults = {
+        f"{name}.{key}": f"{value!r} by default"
+        for name, options in config.configs.items()
+        for key, value in options.to_dict().items()
+    }
+    return Contents(dict(_leaves(config.to_dict())), defaults)
+
+
+def plan_contents(plan: Mapping[str, Any] | None) -> Contents:
+    """The rows of a plan: ``plan.methods.fc2_fprop.method``."""
+    if plan is None:
+        return Contents({}, missing="without a plan")
+    rows = {key: value for key, value in plan.items() if key not in ("hash", "version", "tp_size")}
+    return Contents(dict(_leaves(rows, "plan")))
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted path, text) of everything in nested mappings and lists; an empty one is a leaf."""
+    if isinstance(value, Mapping) and value:
+        for key, child in value.items():
+            yield from _leaves(child, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple) and value:
+        for index, child in enumerate(value):
+            yield from _leaves(child, f"{path}[{index}]")
+    elif path:
+        yield path, repr(value)
+
+
+def _differences(contents: Sequence[Contents]) -> Iterator[str]:
+    """What somebody wrote and not all ranks have. If nobody did, the ranks' releases fill in different defaults."""
+    written = dict.fromkeys(key for one in contents for key in one.written)
+    defaults = dict.fromkeys(key for one in contents for key in one.otherwise)
+    for keys in (written, defaults):
+        found = [
+            f"{key} is {_by_rank(values)}" for key in keys if len(set(values := [c.at(key) for c in contents])) > 1
+        ]
+        if found:
+            yield from found
+            return
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """``'pipeline' on ranks 0-2, 5 and 'bulk' on rank 4``, in the order of the first rank that has the value."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    parts = [f"{_short(value)} on {_ranges(having)}" for value, having in ranks.items()]
+    if len(parts) > _MAX_VALUES:
+        parts = [*parts[:_MAX_VALUES], f"{len(parts) - _MAX_VALUES} other values elsewhere"]
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]}...{text[-_MAX_TEXT // 2 :]}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_RANKS]]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}{', ...' if len(runs) > _MAX_RANKS else ''}"
