@@ -46,6 +46,7 @@ class CommOverlap:
         name: of the GEMM.
         config: its options.
         width, max_tokens, max_rows_per_rank: what it was registered with.
+        hint: where it is not registered, what its name may be a slip of, as `explain` says it.
         operations: the manager's memory: what was made for a use, while ``config`` is ``chosen_for``. A context holds
             its partition, so no other one gets the same ``id`` meanwhile.
     """
@@ -72,6 +73,7 @@ class CommOverlap:
         self.gather_region = gather_region
         self.scatter_region = scatter_region
         self.registered = registered
+        self.hint = ""
         self.statistics = NameStatistics(max_tokens)
         self.operations: dict[OperationUse, OperationContext] = {}
         self.chosen_for = config

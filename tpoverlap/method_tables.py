@@ -104,7 +104,7 @@ class MethodTables:
     ) -> Decision:
         """`choose` for one operation of ``communicator``; ``by_tokens`` is what `find` gave for its use."""
         if not communicator.registered:
-            return Decision("sequential", "unregistered", f"{communicator.name} is not registered")
+            return Decision("sequential", "unregistered", f"{communicator.name} is not registered{communicator.hint}")
         return choose(
             communicator.config,
             name=communicator.name,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tpoverlap.communicator import CommOverlap, CommOverlapP2P, LayerCommunicators
 from tpoverlap.config import KNOWN_NAMES, OverlapConfig, ResolvedConfig, default_config
-from tpoverlap.config.names import ROW_WGRADS
+from tpoverlap.config.names import PHASES, ROW_WGRADS, nearest_gemm, nearest_layer
 from tpoverlap.errors import ConfigError
 from tpoverlap.memory.layout import MAX_PIECES
 
@@ -63,8 +63,12 @@ class NameTable:
                 f"{name!r} has nothing to communicate: it reuses what {name.replace('wgrad', 'dgrad')} gathered; "
                 "get that one"
             )
+        if any(gemm_name in self._table for gemm_name in _gemm_names(name)):
+            gemms = ", ".join(one for one in _gemm_names(name) if one in self._table)
+            raise ConfigError(f"{name!r} is a layer: get one of its GEMMs, {gemms}, or call mgr.layer({name!r})")
         raise ConfigError(
-            f"no communicator is named {name!r}; registered: {', '.join(sorted(self._table))}. "
+            f"no communicator is named {name!r}{_did_you_mean(nearest_gemm(name, self._table))}; registered: "
+            f"{', '.join(sorted(self._table))}. "
             f"Add it with mgr.register({name!r}, width=...) or in ub_cfgs"
         )
 
@@ -142,15 +146,17 @@ class NameTable:
         existing = self._table.get(name)
         tp_size = self._manager.tp_size
         if existing is None:
+            hint = _did_you_mean(nearest_layer(layer, self._table))
             self._say_once(
                 layer,
-                f"{name} is not registered: what is missing of layer {layer!r} runs without overlap (other layers are "
-                f"not affected). mgr.register({layer!r}, width=...) or entries in ub_cfgs register it",
+                f"{name} is not registered{hint}: what is missing of layer {layer!r} runs without overlap (other "
+                f"layers are not affected). mgr.register({layer!r}, width=...) or entries in ub_cfgs register it",
             )
             key = (name, bool(scatter))
             if key not in self._unregistered:
                 options = default_config("unregistered", bool(scatter), tp_size)
                 added = self._make(name, replace(options, method="sequential"), registered=False)
+                added.hint = hint
                 other = self._unregistered.get((name, not scatter))
                 if other is not None:
                     added.statistics = other.statistics
@@ -216,9 +222,13 @@ class NameTable:
 
 
 def _gemm_names(name: str) -> tuple[str, ...]:
-    if name.endswith(("_fprop", "_dgrad", "_wgrad")):
+    if name.endswith(PHASES):
         return (name,)
     return (f"{name}_fprop", f"{name}_dgrad", f"{name}_wgrad")
+
+
+def _did_you_mean(name: str | None) -> str:
+    return "" if name is None else f" (did you mean {name!r}?)"
 
 
 def _default_for(name: str, scatter: bool, tp_size: int) -> OverlapConfig:

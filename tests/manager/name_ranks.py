@@ -108,6 +108,22 @@ def unregistered(rank: int, size: int) -> dict[str, Any]:
         }
 
 
+def mistyped(rank: int, size: int) -> dict[str, Any]:
+    """Slips: a layer's name in `layer`, a GEMM's in `get`, one kind where the other is meant."""
+    with make_manager() as manager, LogLines() as log:
+        manager.register("mtp", width=WIDTH)
+        for name in ("qvk", "Fc-2", "qkv_fprop", "mtp_proj", "vision"):
+            manager.layer(name, row=False)
+        return {
+            "lines": log.having("is not registered"),
+            "explain": {name: manager.explain(f"{name}_fprop", 7) for name in ("qvk", "vision")},
+            "get": {
+                name: outcome_of(lambda name=name: manager.get(name))  # type: ignore[misc]
+                for name in ("qvk_fprop", "qkv_fporp", "mpt_dgrad", "qkv", "vision_fprop", "mtp_proj_fprop")
+            },
+        }
+
+
 def used_both_ways(rank: int, size: int) -> dict[str, Any]:
     """One name of the user's own, as a column and as a row layer in turn: every call is counted."""
     partition = TokenPartition.balanced(7, size)

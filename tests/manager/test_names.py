@@ -67,6 +67,23 @@ def test_unregistered(rank_pool: Pools) -> None:
         assert result["get"] is not None and result["get"][0][0] == "ConfigError"
 
 
+def test_mistyped(rank_pool: Pools) -> None:
+    for result in rank_pool(2).run(name_ranks.mistyped, timeout_s=60.0):
+        hints = ["(did you mean 'qkv'?)", "(did you mean 'fc2'?)", "(did you mean 'qkv'?)", None, None]
+        assert len(result["lines"]) == len(hints), "one line a layer"
+        for line, hint in zip(result["lines"], hints, strict=True):
+            assert (hint in line) if hint else ("did you mean" not in line), line
+        assert "qvk_fprop is not registered (did you mean 'qkv'?)" in result["explain"]["qvk"]
+        assert "did you mean" not in result["explain"]["vision"]
+        messages = {name: outcome[1] for name, outcome in result["get"].items()}
+        assert {outcome[0][0] for outcome in result["get"].values()} == {"ConfigError"}
+        for name, meant in (("qvk_fprop", "qkv_fprop"), ("qkv_fporp", "qkv_fprop"), ("mpt_dgrad", "mtp_dgrad")):
+            assert f"no communicator is named {name!r} (did you mean {meant!r}?); registered: " in messages[name]
+        assert "'qkv' is a layer: get one of its GEMMs, qkv_fprop, qkv_dgrad, qkv_wgrad" in messages["qkv"]
+        for name in ("vision_fprop", "mtp_proj_fprop"):
+            assert "did you mean" not in messages[name] and f"mgr.register({name!r}" in messages[name]
+
+
 def test_used_both_ways(rank_pool: Pools) -> None:
     for stats in rank_pool(2).run(name_ranks.used_both_ways, timeout_s=60.0):
         assert stats["shared_fprop"]["calls"] == 4, stats["shared_fprop"]

@@ -262,8 +262,8 @@ def _mha(manager: tpo.UserBufferManager, cu_seqlens: Any = None, **options: Any)
     return layer(_shard(manager, 3 * size), cu_seqlens)
 
 
-def _mlp(manager: tpo.UserBufferManager, ffn: int = 0, **options: Any) -> Any:
-    return tpo.nn.LayerNormMLP(WIDTH, ffn or 4 * manager.tp_size, manager=manager, **options)
+def _mlp(manager: tpo.UserBufferManager, ffn: int | None = None, **options: Any) -> Any:
+    return tpo.nn.LayerNormMLP(WIDTH, 4 * manager.tp_size if ffn is None else ffn, manager=manager, **options)
 
 
 def _qkv(manager: tpo.UserBufferManager, features: int = 0, **options: Any) -> Any:
@@ -298,6 +298,24 @@ MISUSES: dict[str, Any] = {
     "no heads": lambda m: _mha(m, heads=0),
     "heads are text": lambda m: _mha(m, heads="4"),
     "ffn is no whole number": lambda m: _mlp(m, 4.0 * m.tp_size),
+    "an MLP of width 0": lambda m: tpo.nn.LayerNormMLP(0, 4 * m.tp_size, manager=m),
+    "an MLP of width -1": lambda m: tpo.nn.LayerNormMLP(-1, 4 * m.tp_size, manager=m),
+    "an MLP without features": lambda m: _mlp(m, 0),
+    "a column without features": lambda m: tpo.nn.Linear(WIDTH, 0, parallel_mode="column", manager=m, ub_name="qkv"),
+    "a column of width 0": lambda m: tpo.nn.Linear(0, 4 * m.tp_size, parallel_mode="column", manager=m, ub_name="qkv"),
+    "a row of width -16": lambda m: tpo.nn.Linear(m.tp_size, -16, parallel_mode="row", manager=m, ub_name="proj"),
+    "a normed column of width 0": lambda m: tpo.nn.LayerNormLinear(0, 4 * m.tp_size, manager=m, ub_name="qkv"),
+    "attention of width 0": lambda m: tpo.nn.MultiheadAttention(0, m.tp_size, manager=m),
+    "heads of width -4": lambda m: _mha(m, kv_channels=-4),
+    "heads of width 0": lambda m: _mha(m, kv_channels=0),
+    "no groups": lambda m: _mha(m, num_gqa_groups=0),
+    "a layer of width 0": lambda m: tpo.nn.TransformerLayer(0, 4 * m.tp_size, m.tp_size, manager=m),
+    "a layer without an MLP": lambda m: tpo.nn.TransformerLayer(WIDTH, 0, m.tp_size, manager=m),
+    "embeddings of width 0": lambda m: tpo.nn.VocabParallelEmbedding(9, 0, manager=m),
+    "a vocabulary of -9": lambda m: tpo.nn.VocabParallelHead(WIDTH, -9, manager=m),
+    "a head of width 0": lambda m: tpo.nn.VocabParallelHead(0, 9, manager=m),
+    "rotary of no features": lambda m: tpo.nn.RotaryTable.of(torch.arange(4), 0),
+    "rotary of odd features": lambda m: tpo.nn.RotaryTable.of(torch.arange(4), 3),
     "a tensor of angles": lambda m: tpo.nn.MultiheadAttention(WIDTH, 2 * m.tp_size, kv_channels=4, manager=m)(
         _shard(m, 3 * m.tp_size), rotary_pos_emb=torch.zeros(3 * m.tp_size, 4)
     ),

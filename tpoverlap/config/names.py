@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Final
 
 RESERVED_SECTION: Final = "tpoverlap"
 """Top-level key of our own additions."""
+PHASES: Final = ("_fprop", "_dgrad", "_wgrad")
+"""Endings of GEMM names."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,27 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     if not matches and len(plain) >= 4:  # "ring" is no close match of "ring_exchange", but a plain abbreviation
         matches = [candidate for candidate in by_plain if candidate.startswith(plain)][:1]
     return by_plain[matches[0]] if matches else None
+
+
+def nearest_layer(layer: str, gemm_names: Iterable[str]) -> str | None:
+    """The layer among ``gemm_names`` that ``layer`` may be a slip of; None for a prefixed one such as ``mtp_proj``.
+
+    ``layer`` may also be the name of one of a layer's GEMMs.
+    """
+    layers = dict.fromkeys(name.rpartition("_")[0] for name in gemm_names if name.endswith(PHASES))
+    stem = layer.rpartition("_")[0] if layer.endswith(PHASES) else layer
+    if any(stem.endswith((f"_{known}", f".{known}", f"/{known}")) for known in layers):
+        return None
+    match = nearest(stem, layers)
+    return match if match != layer else None
+
+
+def nearest_gemm(name: str, gemm_names: Collection[str]) -> str | None:
+    """The one of ``gemm_names`` that ``name`` may be a slip of: near in its layer and in its phase."""
+    layer, _, phase = name.rpartition("_")
+    meant = nearest_layer(f"{layer}_fprop", gemm_names), nearest(phase, [one.removeprefix("_") for one in PHASES])
+    match = f"{meant[0]}_{meant[1]}"
+    return match if match in gemm_names and match != name else None
 
 
 def nearest_name(name: str) -> str | None:

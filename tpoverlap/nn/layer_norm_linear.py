@@ -18,6 +18,7 @@ from tpoverlap.nn.parameters import (
     add_parameter,
     divided,
     draw_shard,
+    require_sizes,
     resolve_manager,
     uniform_by_fan_in,
 )
@@ -97,6 +98,7 @@ class LayerNormLinear(NormedLayer):
                 f"LayerNormLinear is column-parallel, got parallel_mode={parallel_mode!r}; a norm before a row-parallel"
                 " layer would need whole rows: use Linear(parallel_mode='row') after a norm of your own"
             )
+        require_sizes(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.manager, self.ub_name = resolve_manager(manager, tp_group, tp_size), ub_name
         self.return_bias, self._init_method = return_bias, init_method

@@ -17,6 +17,7 @@ from tpoverlap.nn.parameters import (
     add_parameter,
     divided,
     draw_shard,
+    require_sizes,
     require_ub_names,
     resolve_manager,
     uniform_by_fan_in,
@@ -98,6 +99,7 @@ class LayerNormMLP(NormedLayer):
     ) -> None:
         super().__init__()
         require_activation(activation)
+        require_sizes(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         require_ub_names(ub_names, "fc1", "fc2")
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.manager = resolve_manager(manager, tp_group, tp_size)

@@ -17,6 +17,7 @@ from tpoverlap.nn.parameters import (
     add_parameter,
     divided,
     draw_shard,
+    require_sizes,
     resolve_manager,
     uniform_by_fan_in,
 )
@@ -60,8 +61,8 @@ class Linear(ParallelLayer):
         fp8_recipe: run in FP8; None: only inside `fp8_autocast`.
 
     Raises:
-        ConfigError: the cut feature size is not divisible by R, the mode contradicts the name's configuration, or
-            options contradict each other.
+        ConfigError: a size is no whole number of at least 1, the cut one is not divisible by R, the mode contradicts
+            the name's configuration, or options contradict each other.
     """
 
     weight: torch.nn.Parameter
@@ -97,6 +98,7 @@ class Linear(ParallelLayer):
         super().__init__()
         if parallel_mode not in ("column", "row"):
             raise ConfigError(f"parallel_mode must be 'column' or 'row', got {parallel_mode!r}")
+        require_sizes(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.parallel_mode = in_features, out_features, parallel_mode
         self.manager, self.ub_name = resolve_manager(manager, tp_group, tp_size), ub_name
         self.sequence_parallel, self.return_bias, self._init_method = sequence_parallel, return_bias, init_method

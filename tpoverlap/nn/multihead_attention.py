@@ -17,6 +17,7 @@ from tpoverlap.nn.parameters import (
     describe_parameter,
     divided,
     require_positive,
+    require_sizes,
     require_ub_names,
     resolve_manager,
 )
@@ -97,6 +98,9 @@ class MultiheadAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.manager = resolve_manager(manager, tp_group, tp_size)
+        require_sizes(hidden_size=hidden_size)
+        if kv_channels is not None:
+            require_sizes(kv_channels=kv_channels)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         self.num_heads = divided("num_attention_heads", num_attention_heads, self.manager)
         self.num_groups = divided("num_gqa_groups", groups, self.manager)

@@ -53,11 +53,17 @@ def require_ub_names(names: object, *roles: str) -> None:
         )
 
 
+def require_sizes(**sizes: object) -> None:
+    """Raise ConfigError unless each of ``sizes`` (by argument name) is a whole number of at least 1."""
+    for what, size in sizes.items():
+        whole = as_int(size)
+        if whole is None or whole < 1:
+            raise ConfigError(f"{what} must be a whole number of at least 1, got {size!r}")
+
+
 def divided(what: str, size: int, manager: UserBufferManager) -> int:
     """``size / R``. Raises ConfigError, with both numbers, if that is no whole number of at least 1."""
-    whole = as_int(size)
-    if whole is None or whole < 1:
-        raise ConfigError(f"{what} must be a whole number of at least 1, got {size!r}")
+    require_sizes(**{what: size})
     if size % manager.tp_size:
         raise ConfigError(f"{what}={size} is not divisible by tp_size={manager.tp_size}")
     return size // manager.tp_size

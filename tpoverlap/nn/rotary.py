@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tpoverlap.errors import ConfigError
 from tpoverlap.nn.elementwise.qkv_heads import rotate
-from tpoverlap.nn.parameters import require_positive
+from tpoverlap.nn.parameters import require_positive, require_sizes
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,12 @@ class RotaryTable:
         """Angles of ``positions`` [T] (`PackedSequences.positions`): pair i turns by position * base^(-2i/d).
 
         Raises:
-            ConfigError: ``base`` is not a finite number above 0.
+            ConfigError: ``base`` is not a finite number above 0, or ``head_dim`` no even number of at least 2.
         """
         require_positive("the base of rotary positions", base)
+        require_sizes(head_dim=head_dim)
+        if head_dim % 2:
+            raise ConfigError(f"rotary positions turn pairs of features, but head_dim={head_dim} is odd")
         exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
         angles = positions.to(torch.float32)[:, None] * base**-exponent
         return cls(angles.cos()[:, None, :], angles.sin()[:, None, :])

@@ -32,6 +32,7 @@ from tpoverlap.nn.parameters import (
     add_parameter,
     describe_parameter,
     draw_shard,
+    require_sizes,
     resolve_manager,
     uniform_by_fan_in,
 )
@@ -83,6 +84,7 @@ class VocabParallelEmbedding(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        require_sizes(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings, self.embedding_dim, self.ub_name = num_embeddings, embedding_dim, ub_name
         self.manager = resolve_manager(manager, tp_group, tp_size)
         self.vocabulary = vocabulary_rows(num_embeddings, self.manager)
@@ -217,6 +219,7 @@ class VocabParallelHead(ParallelLayer):
         ub_bulk_wgrad: bool | None = None,
     ) -> None:
         super().__init__()
+        require_sizes(hidden_size=hidden_size, vocab_size=vocab_size)
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.manager = resolve_manager(manager, tp_group, tp_size)
         self.vocabulary = vocabulary_rows(vocab_size, self.manager)
