@@ -172,16 +172,27 @@ class CommOverlap:
         partition = self._buffer_partition()
         rows = partition.rows(self.manager.rank) if local_chunk else slice(0, partition.total)
         if self.is_reduce_scatter:
-            if self.scatter_staging is None:
-                manager = self.manager
-                with torch.inference_mode(False):  # it outlives the caller's mode
-                    self.scatter_staging = torch.empty(
-                        self.max_tokens, self.width, dtype=self.buffer_dtype, device=manager.device
-                    )
-                if manager.channel is not None:
-                    manager.channel.also_holds(self.scatter_staging)
-            return self.scatter_staging.detach()[rows]  # what autograd hangs on a view must not stay on the buffer
+            return self._make_staging().detach()[rows]  # what autograd hangs on a view must not stay on the buffer
         return self.manager.next_gather_slot(self, partition)[rows]
+
+    def _make_staging(self) -> torch.Tensor:
+        if self._overridden is not None:  # one a name, however many layers have options of their own for it
+            base = self._overridden
+            return (base.as_quantised() if self.is_quantised else base)._make_staging()
+        if self.scatter_staging is None:
+            manager = self.manager
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                self.scatter_staging = torch.empty(
+                    self.max_tokens, self.width, dtype=self.buffer_dtype, device=manager.device
+                )
+            if manager.channel is not None:
+                manager.channel.also_holds(self.scatter_staging)
+        return self.scatter_staging
+
+    def stagings(self) -> list[torch.Tensor]:
+        """What `get_buffer` has made for this name: [C, H], and the same for FP8 rows."""
+        held = (self.scatter_staging, self._quantised and self._quantised.scatter_staging)
+        return [tensor for tensor in held if tensor is not None]
 
     def copy_into_buffer(self, x: torch.Tensor, local_chunk: bool = False) -> None:
         """Copy ``x`` into `get_buffer`'s view: [T, H], or [T_r, H] when ``local_chunk``.

@@ -423,7 +423,7 @@ class UserBufferManager:
     def memory_report(self) -> dict[str, Any]:
         """Bytes that this rank holds: registered memory by region, and the number of allocations since set-up began."""
         self.require_open()
-        staging = [c.scatter_staging for c in self._names if c.scatter_staging is not None]
+        staging = [tensor for c in (*self._names, *self._names.unregistered) for tensor in c.stagings()]
         return report_memory(self.channel, self.backend_name, staging, self.capacity_shape, self.dtype)
 
     # -- end of life ---------------------------------------------------------------------------------------------

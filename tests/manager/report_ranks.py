@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,6 +85,19 @@ def counted(rank: int, size: int) -> dict[str, Any]:
             manager.set_active_shape(total)
             assert_right(manager, TokenPartition.balanced(total, size), "qkv", None, backward=total == 4)
         return manager.stats()
+
+
+def staged(rank: int, size: int) -> list[int]:
+    """What memory_report says about staging: of a name, its FP8 twin, a layer's view of it, an unregistered name."""
+    with make_manager(quantization_modes=["none", "fp8"]) as manager:
+        named = manager.get("proj_fprop")
+        layer = named.with_config(replace(named.config, method="sequential"))
+        makers = (named, manager.get("proj_fprop", quantised=True), layer, layer.as_quantised())
+        held = []
+        for communicator in (*makers, manager.layer("vision", row=True).fprop):
+            communicator.get_buffer()
+            held.append(manager.memory_report()["staging_bytes"])
+        return held
 
 
 def reported(rank: int, size: int, backend: str) -> dict[str, Any]:

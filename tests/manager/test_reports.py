@@ -10,6 +10,7 @@ import torch
 
 import tpoverlap as tpo
 from tests.manager import report_ranks
+from tests.manager.ranks import CAPACITY, WIDTH
 from tpoverlap.testing import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -85,6 +86,13 @@ def test_memory_report(rank_pool: Pools, backend: str, size: int) -> None:
             after = each["after"]
             assert after["staging_bytes"] == estimate["staging_bytes"], "what copy_into_buffer took is reported"
             assert after | {"staging_bytes": 0} == report
+
+
+def test_all_staging_is_reported(rank_pool: Pools) -> None:
+    elements = CAPACITY * WIDTH
+    for held in rank_pool(2).run(report_ranks.staged, timeout_s=60.0):
+        # float32, then one byte an element, then nothing new twice, then the unregistered name's float32
+        assert held == [4 * elements, 5 * elements, 5 * elements, 5 * elements, 9 * elements]
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4, 8, 64])
