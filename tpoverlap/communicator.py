@@ -191,8 +191,8 @@ class CommOverlap:
 
     def stagings(self) -> list[torch.Tensor]:
         """What `get_buffer` has made for this name: [C, H], and the same for FP8 rows."""
-        held = (self.scatter_staging, self._quantised and self._quantised.scatter_staging)
-        return [tensor for tensor in held if tensor is not None]
+        twins = (self,) if self._quantised is None else (self, self._quantised)
+        return [one.scatter_staging for one in twins if one.scatter_staging is not None]
 
     def copy_into_buffer(self, x: torch.Tensor, local_chunk: bool = False) -> None:
         """Copy ``x`` into `get_buffer`'s view: [T, H], or [T_r, H] when ``local_chunk``.

@@ -106,6 +106,17 @@ def test_tables_show_every_step_and_every_problem() -> None:
         and "not overlapped" in text
         and "1 not within 2 to 128 bytes and skipped" in " ".join(text.split())
     )
+    assert "off by" in text and "1.0e-01" in text, "step 3 against the reference"
+
+
+def test_no_empty_column_without_a_reference() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    report = replace(make_report(), reference_losses=None, verdict=None)
+    show(console, report)
+    text = console.export_text()
+    assert "off by" not in text and "reference" not in text and "over all steps but the first" in text
+    show(console, replace(report, outcome=replace(report.outcome, steps=report.outcome.steps[:1])))
+    assert "in the only step" in console.export_text()
 
 
 def test_t_of_a_step_is_compared_with_its_microbatches_capacities() -> None:

@@ -202,7 +202,11 @@ def test_is_a_subcommand() -> None:
     [
         (
             ("--tokens", "64"),
-            "needs as many, torch sees 0. Without them ask the cost model: tpoverlap predict --hidden 16",
+            "torch sees 0. Without them ask the cost model: tpoverlap predict --hidden 16 --ffn 24 --heads 2 --tp 2 ",
+        ),
+        (
+            ("--tokens", "64", "--kv-heads", "1", "--gated"),
+            "predict --hidden 16 --ffn 24 --heads 2 --kv-heads 1 --gated",
         ),
         (("--device", "cpu"), "give --tokens or --tokens-from, one of them"),
         (("--device", "cpu", "--tokens", "4", "--tokens-from", "x"), "give --tokens or --tokens-from, one of them"),
@@ -217,3 +221,11 @@ def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments:
     result = run("-o", str(tmp_path / "ub.yaml"), *arguments)
     assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_heads_are_needed_for_kv_heads_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    sizes = ("--hidden", "16", "--ffn", "24", "--tokens", "64", "-o", str(tmp_path / "ub.yaml"))
+    for more, message in (((), "predict --hidden 16 --ffn 24 --tp 2"), (("--kv-heads", "1"), "says nothing without")):
+        result = CliRunner().invoke(main, ["tune", *sizes, *more])
+        assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output

@@ -49,11 +49,13 @@ def _steps_table(report: Report) -> Table:
     table = _table("Steps")
     job = report.job
     times = "" if job.microbatches == 1 else f" a microbatch, of which T/C is the mean of {job.microbatches}"
-    table.caption = f"C = {job.capacity_tokens}{times}; ms: the slowest rank; off by: loss against the reference"
-    for heading in ("step", "T", "T/C", "docs", "rows a rank", "loss", "off by", "ms", "tokens/s"):
+    references = report.reference_losses
+    against = "; off by: loss against the reference" if references else ""
+    table.caption = f"C = {job.capacity_tokens}{times}; ms: the slowest rank{against}"
+    off_by = ("off by",) if references else ()
+    for heading in ("step", "T", "T/C", "docs", "rows a rank", "loss", *off_by, "ms", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    references = report.reference_losses or (None,) * len(report.outcome.steps)
-    for record, reference in zip(report.outcome.steps, references, strict=True):
+    for index, record in enumerate(report.outcome.steps):
         table.add_row(
             str(record.step),
             str(record.active_tokens),
@@ -61,7 +63,7 @@ def _steps_table(report: Report) -> Table:
             str(record.num_sequences),
             _rows(record.rows_per_rank),
             f"{record.loss:.4f}",
-            "" if reference is None else f"{abs(record.loss - reference):.1e}",
+            *([f"{abs(record.loss - references[index]):.1e}"] if references else []),
             _milliseconds(record.time_ms),
             f"{record.active_tokens / record.time_ms * 1e3:.0f}",
         )
@@ -105,7 +107,8 @@ def _summary_table(report: Report) -> Table:
         + f"C = {job.capacity_tokens}, mean {sum(tokens) / len(tokens):.0f}",
     )
     table.add_row("loss", f"{outcome.steps[0].loss:.4f} at step 1, {outcome.steps[-1].loss:.4f} at step {len(tokens)}")
-    table.add_row("throughput", f"{report.tokens_per_s:.0f} tokens/s over all steps but the first")
+    over = "over all steps but the first" if len(outcome.steps) > 1 else "in the only step, which also warms up"
+    table.add_row("throughput", f"{report.tokens_per_s:.0f} tokens/s {over}")
     table.add_row(
         "padding", f"{report.padded_tokens} rows; symmetric allocations after set-up: {outcome.allocations_after_setup}"
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpoverlap.tools.tune.session import Outcome
     from tpoverlap.tools.tune.state import State
     from tpoverlap.tuning import DeviceModel
+    from tpoverlap.tuning.layer import LayerShape
 
 _LEAST_GRACE_S = 2.0
 _SIZE = click.IntRange(1, 2**31 - 1)
@@ -29,7 +30,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.command(short_help="Measure which method is best for each GEMM and T on the devices of this host.")
 @click.option("--hidden", type=_SIZE, required=True, help="H, the model's hidden size.")
 @click.option("--ffn", type=_SIZE, required=True, help="F, the MLP's inner width.")
-@click.option("--heads", type=_SIZE, required=True, help="Attention heads.")
+@click.option("--heads", type=_SIZE, help="Attention heads; only --kv-heads needs it.")
 @click.option("--kv-heads", type=_SIZE, help="Heads of keys and values; default as many as --heads.")
 @click.option("--gated", is_flag=True, help="fc1 computes a gate as well (SwiGLU): twice the columns.")
 @click.option("--tokens", metavar="T[,T..]|A:B", help="Tokens of the TP group: some T, or a range in buckets.")
@@ -104,7 +105,7 @@ def _job(options: dict[str, Any]) -> TuneJob:
     sizes = (options["hidden"], options["ffn"], options["tp_size"], options["heads"], options["kv_heads"])
     layer = LayerShape(*sizes, options["gated"], dtype)
     if device == "cuda":
-        _require_gpus(layer.tp_size, options)
+        _require_gpus(layer, f"{min(lengths)}:{max(lengths)}" if lengths else options["tokens"])
     return TuneJob(layer, tokens, lengths, device, options["rounds"], options["timeout_s"])
 
 
@@ -121,17 +122,19 @@ def _remarks(topology: Path, job: TuneJob) -> list[str]:
     return [f"links, by doctor in {topology.name}: {found.source}"]
 
 
-def _require_gpus(tp_size: int, options: dict[str, Any]) -> None:
+def _require_gpus(layer: LayerShape, tokens: str) -> None:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count >= tp_size:
+    if count >= layer.tp_size:
         return
-    tokens = options["tokens"] or "A:B"
+    heads = "" if layer.heads is None else f" --heads {layer.heads}"
+    heads += "" if layer.kv_heads is None else f" --kv-heads {layer.kv_heads}"
     raise ConfigError(
-        f"tune measures on this host's GPUs: --tp {tp_size} needs as many, torch sees {count}. Without them ask "
-        f"the cost model: tpoverlap predict --hidden {options['hidden']} --ffn {options['ffn']} --tp {tp_size} "
-        f"--tokens {tokens} --gpu h200; or measure this machine's processors with --device cpu"
+        f"tune measures on this host's GPUs: --tp {layer.tp_size} needs as many, torch sees {count}. Without them ask "
+        f"the cost model: tpoverlap predict --hidden {layer.hidden} --ffn {layer.ffn}{heads}"
+        f"{' --gated' if layer.gated else ''} --tp {layer.tp_size} --tokens {tokens} --gpu h200; or measure this "
+        "machine's processors with --device cpu"
     )
 
 
