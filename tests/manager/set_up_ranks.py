@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
 import time
+import warnings
 
 import torch
 
 import tpoverlap as tpo
 from tests.manager.ranks import CAPACITY, WIDTH, Outcome, assert_right, make_manager, outcome_of
 from tests.manager.set_ups import BAD_SET_UPS, DIFFERENT
+from tpoverlap.config import ConfigWarning, resolve
 from tpoverlap.tokens import TokenPartition
 
 
@@ -95,6 +98,25 @@ def registrations(rank: int, size: int, offender: int | None) -> dict[str, Outco
         assert_right(manager, TokenPartition.balanced(7, size), manager.layer("vision"), None, width=8)
         assert_right(manager, TokenPartition.balanced(7, size))
     return outcomes
+
+
+def warned_at(rank: int, size: int) -> dict[str, str]:
+    """Mark in the line, and file, of a configuration's warning, by how it was passed."""
+    from tpoverlap import te
+
+    odd = {"mtp_fprop": {"num_sm": 1}}  # does not say is_reduce_scatter
+    lines = {}
+    with warnings.catch_warnings(record=True) as issued:
+        warnings.simplefilter("always")
+        tpo.UserBufferManager(None, (CAPACITY, WIDTH), torch.float32, ub_cfgs=odd).close()  # here: manager
+        te.initialize_ub([CAPACITY, WIDTH], size, dtype=torch.float32, ub_cfgs=odd)  # here: te
+        te.destroy_ub()
+        tpo.memory_estimate((CAPACITY, WIDTH), 2, odd)  # here: estimate
+        resolve(odd, 2)  # here: resolve
+    for warning in issued:
+        assert warning.category is ConfigWarning
+        lines[linecache.getline(warning.filename, warning.lineno).rpartition("here: ")[2].strip()] = warning.filename
+    return lines
 
 
 def without_process_group(rank: int, size: int) -> dict[str, Outcome]:

@@ -102,6 +102,11 @@ def test_good_groups(rank_pool: Pools) -> None:
     rank_pool(2).run(set_up_ranks.good_groups, timeout_s=60.0)
 
 
+def test_a_warning_points_at_the_callers_line(rank_pool: Pools) -> None:
+    for lines in rank_pool(2).run(set_up_ranks.warned_at, timeout_s=60.0):
+        assert lines == dict.fromkeys(("manager", "te", "estimate", "resolve"), set_up_ranks.__file__)
+
+
 REGISTRATIONS = {
     "no width": ("ActiveShapeError", ("(24, 0)",)),
     "width is a fraction": ("ActiveShapeError", ("2.5",)),

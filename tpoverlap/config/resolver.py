@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,10 +55,21 @@ def resolve(
         raise ConfigError(f"{place}{len(errors)} errors in the overlap configuration:\n{listed}")
     for note in notes:
         if note.level == "warning" and note.target != "te":  # who runs tpoverlap need not care
-            warnings.warn(f"{origin}: {note}", ConfigWarning, stacklevel=2)
+            warnings.warn(f"{origin}: {note}", ConfigWarning, stacklevel=_callers_level())
         else:
             _log.info("%s: %s", origin, note)
     return config
+
+
+def _callers_level() -> int:
+    """``stacklevel`` for a warning by this function's caller that names the first line outside the package.
+
+    By hand, since ``skip_file_prefixes`` is of Python 3.12: managers, te and memory_estimate call at different depths.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "tpoverlap":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def check(
