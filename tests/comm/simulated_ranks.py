@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.comm import operations as ops
-from tests.comm.rank_functions import Outcome, attempt
+from tests.comm.rank_functions import Outcome, _own_threads, attempt
 from tpoverlap.comm.device_exchange import DeviceExchange
 from tpoverlap.comm.epochs import reached
 from tpoverlap.overlap.fused_blocks import Slots
@@ -78,6 +79,38 @@ def fail_inside(
     with disturbance:
         check = _run_then_check(mgr, kind, partition)
     return check, attempt(mgr.close)
+
+
+def abort_inside(rank: int, world_size: int, where: str, backend: str) -> tuple[Outcome, Outcome, Outcome, int]:
+    """The last rank aborts inside its own operation, as a signal handler may: its abort, the operation, `check`, and
+    how many threads are left. Of the others: close, the operation, `check`.
+
+    ``where``: "gemm", in the thread of the operation, or "thread": in another one, while the operation goes on.
+    """
+    before, who = len(_own_threads()), world_size - 1
+    partition = TokenPartition.balanced(30, world_size)
+    mgr = ops.make_manager(SimulatedBackend if backend == "simulated" else backend, 20.0)
+    ops.run_checked(mgr, "ring_ag", partition, 0)
+    aborted: list[Outcome] = []
+
+    def abort(stream: Any = None) -> None:
+        aborted.append(attempt(mgr.abort))
+
+    timer = threading.Timer(0.1, abort)
+    disturbance: Any = nullcontext()
+    if rank == who and where == "gemm":
+        disturbance = faults.before_gemms(mgr, abort)
+    elif rank == who:
+        timer.start()
+        disturbance = faults.before_gemms(mgr, lambda stream: time.sleep(0.3))
+    with disturbance:
+        ran = attempt(lambda: ops.run(mgr, "ring_ag", partition, 4))
+    if rank != who:
+        outcome = _run_then_check(mgr, "ring_ag", partition)
+        return attempt(mgr.close), ran, outcome, 0
+    if where == "thread":
+        timer.join()
+    return aborted[0], ran, attempt(mgr.check), len(_own_threads()) - before
 
 
 def poisoned(rank: int, world_size: int) -> list[bool]:

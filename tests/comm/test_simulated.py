@@ -52,6 +52,20 @@ def test_a_rank_stalls(rank_pool: Pools, kind: str) -> None:
         assert 1.5 < check.seconds < 6.0 and close.error == "ok"
 
 
+@pytest.mark.parametrize("where", ["gemm", "thread"])
+@pytest.mark.parametrize("backend", ["simulated", "shared", "process_group"])
+def test_abort_inside_an_operation(rank_pool: Pools, backend: str, where: str) -> None:
+    """It neither waits for the operation, which may be its own thread's, nor takes its memory away."""
+    (close, _, peer_check, _), (abort, ran, check, threads) = rank_pool(2).run(
+        functions.abort_inside, where, backend, timeout_s=60
+    )
+    assert abort.error == "ok" and abort.seconds < 1.0, f"waited for what cannot go on: {abort}"
+    assert ran.error == ("ok" if backend == "simulated" else "NotInitializedError"), ran  # there it is garbage
+    assert check.error == "NotInitializedError" and threads == 0, "the end of the operation ended the rest"
+    assert peer_check.error == "PeerTimeoutError" and "rank 1 closed its manager" in peer_check.message
+    assert close.error == "ok"
+
+
 def test_what_was_poisoned_is_no_number(rank_pool: Pools) -> None:
     assert rank_pool(2).run(functions.poisoned, timeout_s=60)[0] == [True, False], "NaN where the peer's rows belong"
 

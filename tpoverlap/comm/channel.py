@@ -80,6 +80,8 @@ class Channel:
         self._sequence = 0
         self._lock = threading.Lock()
         self._turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
+        self._open = 0  # operations of the thread that has the turn
+        self._ends_with_operation = False
         self.in_flight = InFlight()
         self._closed = False
         self._pid = os.getpid()
@@ -132,6 +134,7 @@ class Channel:
         of one region could each wait for a credit that the other has yet to grant. Leaving the exchange ends the turn.
         """
         self._turn.acquire()
+        self._open += 1
         try:
             exchange = self._claim(outline)
             try:
@@ -140,7 +143,7 @@ class Channel:
                 self.fail(error, exchange.descriptor)
                 raise
         except BaseException:
-            self._turn.release()
+            self.leave()
             raise
         return exchange
 
@@ -151,7 +154,10 @@ class Channel:
 
     def leave(self) -> None:
         """The operation that `open` started is over: another thread may start one."""
+        self._open -= 1
         self._turn.release()
+        if self._ends_with_operation:
+            self._shut_down_between_operations()
 
     def _claim(self, outline: Outline) -> Exchange:
         region = self.regions[outline.region]
@@ -169,6 +175,7 @@ class Channel:
     def meet(self, outline: Outline) -> tuple[Flight, Stream]:
         """The start of `announced`. In the end come `part` and `leave`."""
         self._turn.acquire()
+        self._open += 1
         try:
             with self._lock:
                 self.check()
@@ -180,7 +187,7 @@ class Channel:
                 self.part(flight, caller, error)
                 raise
         except BaseException:
-            self._turn.release()
+            self.leave()
             raise
         return flight, caller
 
@@ -364,14 +371,14 @@ class Channel:
                 self._told_peers = True
                 self._tell_peers(AbortReason.CLOSED.word(self._sequence))
         self.release_waiters()
-        self._shut_down()
+        self._shut_down_between_operations()
 
     def close(self) -> None:
         """Free everything. Collective, unless there was an error; idempotent."""
         if self._closed or os.getpid() != self._pid:  # a fork must not speak for this rank
             return
         if self.fault.error is not None:
-            self._shut_down()
+            self._shut_down_between_operations()
             return
         try:
             # The last operation: no rank may unmap while a peer can still write a credit into its arena. It goes
@@ -383,6 +390,20 @@ class Channel:
             self.fault.check()
         finally:
             self._shut_down()
+
+    def _shut_down_between_operations(self) -> None:
+        """At once, unless a thread is inside an operation: it goes on with the memory after this, and where it is the
+        calling thread (in a signal handler, say) nobody could wait for it. Then `leave` does it.
+        """
+        self._closed = self._ends_with_operation = True  # before the look: who leaves meanwhile sees it after releasing
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            if self._ends_with_operation and not self._open:
+                self._ends_with_operation = False
+                self._shut_down()
+        finally:
+            self._turn.release()
 
     def _shut_down(self) -> None:
         self._closed = True
