@@ -7,10 +7,13 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tpoverlap.testing.interrupts import ignore_interrupts
 
 
 class TooFewRows(ValueError):
@@ -116,3 +119,11 @@ def all_reduce_on_gpu(rank: int, world_size: int) -> float:
     total = torch.tensor([rank + 1.0], device="cuda")
     dist.all_reduce(total)
     return float(total)
+
+
+def interrupted_at_its_start(connection: Connection) -> None:
+    """Not a rank's function but its process: SIGINT comes first. Sends whether it was blocked before and after."""
+    os.kill(os.getpid(), signal.SIGINT)
+    before = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ignore_interrupts()
+    connection.send((before, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())))

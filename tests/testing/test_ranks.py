@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 
 from tests.testing import rank_functions as functions
 from tpoverlap.testing import RankFailure, RankPool, run_ranks
-from tpoverlap.testing.processes import _interrupts_held
+from tpoverlap.testing.interrupts import starting_a_rank
 
 Pools = Callable[[int], RankPool]
 
@@ -229,7 +231,32 @@ def test_ranks_die_with_a_parent_that_was_killed(tmp_path: Path) -> None:
 
 def test_an_interrupt_waits_until_a_rank_has_its_arguments() -> None:
     finished = False
-    with pytest.raises(KeyboardInterrupt), _interrupts_held():
+    with pytest.raises(KeyboardInterrupt), starting_a_rank():
         signal.raise_signal(signal.SIGINT)
         finished = True
     assert finished and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_an_interrupt_does_nothing_to_a_rank_that_starts(in_a_thread: bool) -> None:
+    """Until it ignores SIGINT it has it blocked; the one that comes meanwhile is forgotten."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=functions.interrupted_at_its_start, args=(theirs,), daemon=True)
+
+    def start() -> None:
+        with starting_a_rank():
+            process.start()
+
+    if in_a_thread:
+        starter = threading.Thread(target=start)
+        starter.start()
+        starter.join()
+    else:
+        start()
+    theirs.close()
+    assert ours.poll(60.0), "the rank said nothing"
+    assert ours.recv() == (True, False), "blocked, then ignored"
+    process.join()
+    assert process.exitcode == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import tempfile
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tpoverlap.testing.interrupts import starting_a_rank
 from tpoverlap.testing.worker import STACK_SIGNAL, GroupSpec, rank_main
 
 
@@ -76,7 +76,7 @@ class RankProcesses:
                     name=f"rank{rank}",
                     daemon=True,
                 )
-                with _interrupts_held():  # a rank that is sent half of its arguments ends with a traceback
+                with starting_a_rank():
                     process.start()
                 theirs.close()  # else the end of the process would not read as the end of the stream
                 self._connections.append(ours)
@@ -156,22 +156,6 @@ class RankProcesses:
 
     def _log_path(self, rank: int) -> Path:
         return Path(self._directory.name) / f"rank{rank}.log"
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """SIGINT comes after the block. Only the main thread may hold it, and only there does it interrupt anything."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

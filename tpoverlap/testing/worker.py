@@ -15,6 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 from tpoverlap.testing.failure import RankError
+from tpoverlap.testing.interrupts import ignore_interrupts
 from tpoverlap.testing.wire import dumps, loads
 
 _PR_SET_PDEATHSIG = 1
@@ -40,8 +41,7 @@ class GroupSpec:
 def rank_main(rank: int, spec: GroupSpec, connection: Connection, log_path: str) -> None:
     """Entry point of a spawned rank. Sends ``("ready", None)``, then one ``("result" | "error", value)`` a call."""
     _die_with_parent(spec)
-    # Ctrl-C reaches the whole process group; the parent decides what becomes of its ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     with open(log_path, "w") as log:  # has to stay open: faulthandler keeps the descriptor
         faulthandler.enable(log)
         faulthandler.register(STACK_SIGNAL, log, all_threads=True)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
 from tpoverlap.errors import ConfigError, PeerTimeoutError, TpOverlapError
+from tpoverlap.testing.interrupts import ignore_interrupts, starting_a_rank
 from tpoverlap.tools.train.job import Progress, ProgressListener, TrainJob, TrainOutcome
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ def spawn(
             ours, theirs = context.Pipe(duplex=False)
             arguments = (job, rank, store.port, theirs, rank_main)
             process = context.Process(target=_rank_main, args=arguments, name=f"rank{rank}", daemon=True)
-            process.start()
+            with starting_a_rank():
+                process.start()
             theirs.close()  # else the end of the process would not read as the end of the pipe
             processes.append(process)
             connections.append(ours)
@@ -190,6 +192,7 @@ def _signal_name(exit_code: int | None) -> str:
 
 def _rank_main(job: TrainJob, rank: int, port: int, connection: Connection, rank_main: RankMain) -> None:
     """A spawned process: meet at the parent's store, work, answer through ``connection``."""
+    ignore_interrupts()
     try:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up a host name that containers often lack
         _prepare_process(job, rank)
