@@ -163,6 +163,16 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
         assert result.exit_code == 2 and "cannot read" in result.output, path
 
 
+def test_a_folder_is_its_yaml_files(tmp_path: Path) -> None:
+    write(tmp_path / "b.yml", "fc1_fprop:\n  num_sms: 2\n")
+    write(tmp_path / "a.yaml", RING)
+    write(tmp_path / "README.md", "no YAML: {")
+    (tmp_path / "below.yaml").mkdir()
+    result = check(tmp_path)
+    assert result.exit_code == 1 and result.output.index("a.yaml") < result.output.index("b.yml:2: error")
+    assert "2 files: " in result.output
+
+
 def test_what_a_file_says_cannot_repaint_the_terminal(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", 'fc1_fprop:\n  "\\e[2J": 1\n  "\\ud800": 2\n  "a\\nb": 3\n')
     output = check(path).output

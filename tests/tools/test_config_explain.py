@@ -113,11 +113,37 @@ def test_words_about_a_published_preset() -> None:
     assert "in Transformer Engine 32 multiprocessors, which the GEMM leaves free" in result.output
     assert "line 23   num_sm: 32 -- multiprocessors that copy; ignored here" in result.output
     assert "refused" not in result.output and "atomic_gemm" in result.output
-    assert "exposed" not in result.output and "not to scale" in result.output  # nothing about time without rates
+    assert " us" not in result.output and "not to scale" in result.output  # nothing about time without rates
     written = sum(
         len(one.written) for one in explained(resolve(path, 2, supported=SUPPORTED | {"atomic_gemm"}), LAYER, None)
     )
     assert result.output.count(" -- ") == written  # every line of the file is explained
+
+
+@pytest.mark.parametrize(
+    ("options", "tp_size", "says"),
+    [
+        ("method: bulk", 2, "what the transfer (32.0 MiB a rank) takes longer than the GEMM"),
+        ("method: sequential", 2, "all of it (32.0 MiB a rank)"),
+        ("method: ring_exchange", 2, "what a chunk, 32.0 MiB, takes longer to travel than to compute"),
+        ("method: ring_exchange", 4, "what a chunk, 16.0 MiB, takes longer to travel than to compute, 3 times"),
+        ("{method: ring_exchange, aggregate: 1}", 4, "the first chunk, 16.0 MiB, and what two chunks take longer"),
+        (
+            "{method: pipeline, num_splits: 4, is_reduce_scatter: 1}",
+            2,
+            "the last of 4 pieces, 8.0 MiB, and what a piece",
+        ),
+        ("method: ring_exchange", 1, "nothing"),
+    ],
+)
+def test_what_is_exposed_in_words(tmp_path: Path, options: str, tp_size: int, says: str) -> None:
+    """Without rates, too, it says what sticks out."""
+    name = "qkv_fprop" if "aggregate" in options else "qkv_dgrad"  # the only kind that may have any method
+    options = options if options.startswith("{") else f"{{{options}}}"
+    (tmp_path / "ub.yaml").write_text(f"{name}: {options}\n")
+    sizes = [*SIZES[:5], str(tp_size), *SIZES[6:]]
+    result = run("explain", tmp_path / "ub.yaml", *sizes, "--gemm", name)
+    assert f"  exposed  {says}" in result.output, result.output
 
 
 def test_time_only_from_stated_rates(tmp_path: Path) -> None:
@@ -138,6 +164,7 @@ def test_time_only_from_stated_rates(tmp_path: Path) -> None:
         (["default", "--gemm", "fc2_wgrad"], 1, "no GEMM fc2_wgrad communicates"),
         (["default", "--plot", "/none/x.png"], 1, "--plot /none/x.png"),
         (["/none.yaml"], 2, "cannot read"),
+        (["userbuffers_none"], 2, "nor is it a preset: tpoverlap config presets lists them"),
         (["default", "--tokens", "0"], 2, "not in the range"),
     ],
 )

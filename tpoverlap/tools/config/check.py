@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import click
@@ -11,7 +14,7 @@ from tpoverlap.tools.config.text import printable
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("paths", nargs=-1, required=True, metavar="FILE|FOLDER...")
 @click.option("--tp", "tp_size", type=click.IntRange(1, 65536), help="TP size; else the file's own, else its name's.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp8"]), help="What the GEMMs run in, where the file does not say.")
 @click.option(
@@ -27,7 +30,7 @@ from tpoverlap.tools.config.text import printable
 @click.pass_context
 def check(
     context: click.Context,
-    files: tuple[str, ...],
+    paths: tuple[str, ...],
     tp_size: int | None,
     dtype: Literal["bf16", "fp8"] | None,
     target: str,
@@ -36,12 +39,13 @@ def check(
 ) -> None:
     """Check overlap configurations: Transformer Engine's, Megatron-LM's, NeMo training files, ours.
 
-    Exit code 0: nothing worse than warnings; 1: errors; 2: a file that cannot be read.
+    Of a folder it checks the *.yaml and *.yml that lie in it. Exit code 0: nothing worse than warnings; 1: errors; 2: a
+    file that cannot be read.
     """
     from tpoverlap.config import check_file
     from tpoverlap.tools.config.check_report import exit_code, filtered, lines_of, summary_of, to_dict
 
-    reports = [filtered(check_file(path, tp_size, dtype), target) for path in files]
+    reports = [filtered(check_file(path, tp_size, dtype), target) for path in _files(paths)]
     code = exit_code(reports)
     if as_json:
         click.echo(json.dumps(to_dict(reports, code), indent=2))
@@ -51,3 +55,11 @@ def check(
                 click.echo(printable(line))
         click.echo(summary_of(reports))
     context.exit(code)
+
+
+def _files(paths: tuple[str, ...]) -> Iterator[str]:
+    """``paths`` with the YAML files of a folder in its place; one without any stays, and cannot be read."""
+    for path in paths:
+        inside = Path(path).glob("*") if os.path.isdir(path) else ()
+        found = sorted(str(one) for one in inside if one.suffix in (".yaml", ".yml") and one.is_file())
+        yield from found or (path,)

@@ -94,6 +94,28 @@ def paragraph(one: Explained, layer: Layer, rates: Rates | None, line_of: Callab
             f"{one.drawn.gemm:.0f} us); computed from {rates.gemm_tflops:g} TFLOP/s and {rates.link_gb_s:g} GB/s "
             f"({rates.source})"
         )
+    else:
+        yield f"  exposed  {_exposed(config, layer, work)}"
+
+
+def _exposed(config: OverlapConfig, layer: Layer, work: Work | None) -> str:
+    """What sticks out of the ideal picture, where no rates say how long it is."""
+    size = "" if work is None else f" ({_size(work.bytes_sent)} a rank)"
+    others = max(1, layer.tp_size - 1)
+    chunk = "" if work is None else f", {_size(work.bytes_sent // others)},"
+    if layer.tp_size == 1 or config.method == "external":
+        return "nothing"
+    if config.method == "sequential":
+        return f"all of it{size}"
+    if config.method == "bulk":
+        return f"what the transfer{size} takes longer than the GEMM"
+    if config.method == "pipeline":
+        last = "" if work is None else f", {_size(work.bytes_sent // config.num_splits)},"
+        return f"the last of {config.num_splits} pieces{last} and what a piece takes longer to travel than to compute"
+    if config.aggregate and not config.is_reduce_scatter:
+        return f"the first chunk{chunk} and what two chunks take longer to travel than to compute"
+    times = f", {others} times" if others > 1 else ""
+    return f"what a chunk{chunk} takes longer to travel than to compute{times}"
 
 
 def _how(config: OverlapConfig, layer: Layer) -> str:
@@ -105,7 +127,8 @@ def _how(config: OverlapConfig, layer: Layer) -> str:
         return f"other ranks' rows first, one chunk a rank ({layer.tp_size}); each travels while the next computes"
     if config.method == "ring_exchange":
         two = ", two chunks at a time" if config.aggregate else ""
-        return f"own rows first, then chunk by chunk as the {layer.tp_size - 1} others arrive{two}"
+        others = f"the {layer.tp_size - 1} others arrive" if layer.tp_size > 2 else "the other arrives"
+        return f"own rows first, then chunk by chunk as {others}{two}"
     return _METHODS[config.method]
 
 

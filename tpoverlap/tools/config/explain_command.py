@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,8 @@ def explain(
 ) -> None:
     """Say for each GEMM what moves, how much, behind what, and what every line of the file does.
 
-    Without rates nothing is said about time. Exit code 1: a wrong file or argument; 2: a file that cannot be read.
+    Without rates it says in words what is left exposed, with them how long. Exit code 1: a wrong file or argument; 2: a
+    file that cannot be read.
     """
     from rich.console import Console
 
@@ -101,7 +103,8 @@ def _load(context: click.Context, source: str, tp_size: int, dtype: str) -> tupl
         path = find_preset(source) or source
         report = check_file(path, tp_size, "fp8" if dtype == "fp8" else None)
         if not report.readable:
-            click.echo(printable(f"Error: {report.notes[-1]}"), err=True)
+            hint = "" if os.path.exists(path) else "; nor is it a preset: tpoverlap config presets lists them"
+            click.echo(printable(f"Error: {report.notes[-1]}{hint}"), err=True)
             context.exit(2)
         later = SUPPORTED | {"fused", "atomic_gemm", "sm_copy", "fp8"}
         return report, resolve(path, tp_size, supported=later, fp8=dtype == "fp8")
