@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tpoverlap.config import ResolvedConfig
 
+_BY_DEFAULT = " by default"
 _MAX_KEYS, _MAX_VALUES, _MAX_RANKS, _MAX_TEXT = 6, 4, 6, 80
 
 
@@ -63,12 +64,13 @@ class Contents:
     """What stands behind a digest: dotted key -> value as text.
 
     ``written``: what the user wrote. ``otherwise``: what holds for keys that only other ranks wrote; ``missing`` where
-    nothing does.
+    nothing does. ``source``: the file's path, or how else it was given.
     """
 
     written: dict[str, str]
     otherwise: dict[str, str] = field(default_factory=dict)
     missing: str = "not there"
+    source: str = ""
 
     def at(self, key: str) -> str:
         """The value of ``key`` on this rank, as text."""
@@ -125,11 +127,13 @@ def require_agreement(
 def config_contents(config: ResolvedConfig) -> Contents:
     """The options of all names: ``fc2_fprop.method``, and what stands under ``tpoverlap:``."""
     defaults = {
-        f"{name}.{key}": f"{value!r} by default"
+        f"{name}.{key}": f"{value!r}{_BY_DEFAULT}"
         for name, options in config.configs.items()
         for key, value in options.to_dict().items()
     }
-    return Contents(dict(_leaves(config.to_dict())), defaults)
+    written = dict(_leaves(config.to_dict()))
+    source = "a mapping" if config.origin == "ub_cfgs" else config.origin
+    return Contents(written, defaults, source=source if written else "none")
 
 
 def plan_contents(plan: Mapping[str, Any] | None) -> Contents:
@@ -153,16 +157,25 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _differences(contents: Sequence[Contents]) -> Iterator[str]:
-    """What somebody wrote and not all ranks have. If nobody did, the ranks' releases fill in different defaults."""
+    """Where it is from, then what somebody wrote and not all ranks have, real differences first. If nobody wrote any,
+    the ranks' releases fill in different defaults.
+    """
+    sources = [one.source for one in contents]
+    if len(set(sources)) > 1:
+        yield f"the source is {_by_rank(sources)}"
     written = dict.fromkeys(key for one in contents for key in one.written)
     defaults = dict.fromkeys(key for one in contents for key in one.otherwise)
     for keys in (written, defaults):
-        found = [
-            f"{key} is {_by_rank(values)}" for key in keys if len(set(values := [c.at(key) for c in contents])) > 1
-        ]
-        if found:
-            yield from found
+        rows = [(key, [one.at(key) for one in contents]) for key in keys]
+        differing = [(key, values) for key, values in rows if len(set(values)) > 1]
+        for key, values in sorted(differing, key=lambda row: _is_by_default_only(row[1])):
+            yield f"{key} is {_by_rank(values)}"
+        if differing:
             return
+
+
+def _is_by_default_only(values: Sequence[str]) -> bool:
+    return len({value.removesuffix(_BY_DEFAULT) for value in values}) == 1
 
 
 def _by_rank(values: Sequence[str]) -> str:

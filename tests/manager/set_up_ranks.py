@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import time
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -36,6 +37,18 @@ def disagree(rank: int, size: int) -> dict[str, Outcome]:
         options = options(size) if callable(options) else options
         outcomes[name] = outcome_of(lambda o=options: make_manager(**o))  # type: ignore[misc]
     return outcomes
+
+
+def different_files(rank: int, size: int, folder: str) -> Outcome:
+    """Every rank has a file of its own: the last rank's has another bucket, and a key that the others leave out."""
+    odd = rank == size - 1
+    rows = f"[{{up_to: {16 if odd else 8}, method: sequential}}, {{up_to: 24, method: ring_exchange}}]"
+    path = Path(folder) / f"rank{'_last' if odd else 's'}.yaml"
+    path.write_text(
+        f"proj_fprop: {{method: ring_exchange{', num_sm: 1' if odd else ''}}}\n"
+        f"tpoverlap: {{by_tokens: {{qkv_fprop: {{features: 6, width: 16, rows: {rows}}}}}}}\n"
+    )
+    return outcome_of(lambda: make_manager(ub_cfgs=path))
 
 
 def backend_that_does_not_work(rank: int, size: int, offender: int | None) -> Outcome:

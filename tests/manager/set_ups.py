@@ -138,7 +138,7 @@ DIFFERENT: dict[str, tuple[MaybeSized, MaybeSized, tuple[str, ...]]] = {
     "config: written by one": (
         {},
         {"ub_cfgs": {"proj_fprop": {"method": "pipeline"}}},
-        ("ub_cfgs: proj_fprop.method is 'ring_exchange' by default on", "and 'pipeline' on"),
+        ("ub_cfgs: the source is none on", "proj_fprop.method is 'ring_exchange' by default on", "and 'pipeline' on"),
     ),
     "config: another default written": (
         {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,19 @@ def test_ranks_given_different_arguments(name: str, differing: Outcomes) -> None
         messages.add(on_rank[name][1])  # type: ignore[index]  # `require` saw that it is there
     assert len(messages) == 1, "every rank is told the same"
     assert len(messages.pop()) < 1000, "however much differs"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_different_files(rank_pool: Pools, size: int, tmp_path: Path) -> None:
+    others, last = {2: ("rank 0", "rank 1"), 3: ("ranks 0-1", "rank 2")}[size]
+    for outcome in rank_pool(size).run(set_up_ranks.different_files, str(tmp_path), timeout_s=60.0):
+        says = (
+            f"/ranks.yaml on {others} and ",
+            f"/rank_last.yaml on {last}; "
+            f"tpoverlap.by_tokens.qkv_fprop.rows[0].up_to is 8 on {others} and 16 on {last}; "
+            f"proj_fprop.num_sm is 1 by default on {others} and 1 on {last}; pass",  # what changes nothing comes last
+        )
+        require(outcome, "RankMismatchError", says, "different files")
 
 
 def test_many_ranks_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
