@@ -53,7 +53,9 @@ def profile_layer(rank: int, world_size: int, sizes: dict[str, Any]) -> list[Row
                 if kind == "compute only":
                     without_collectives(layer, resident)
                 for tokens in sizes["tokens"]:
-                    rows.append({"numbers": numbers, "kind": kind, "T": tokens} | _measure(layer, mgr, tokens, hidden, rank))
+                    rows.append(
+                        {"numbers": numbers, "kind": kind, "T": tokens} | _measure(layer, mgr, tokens, hidden, rank)
+                    )
                 dist.barrier()
     return rows if rank == 0 else []
 

@@ -36,7 +36,7 @@ class CountedKernels(KernelOperations):
     """Results are uninitialised memory."""
 
     def __init__(self, counts: Counter[str]) -> None:
-        self._interpreted, self._device, self._binaries = False, torch.device("cpu"), {}
+        self._interpreted = False
         self._counts = counts
 
     def _launch(self, name: str, *arguments: Any) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.costs.null_kernels import NullKernelDriver
 from tpoverlap.errors import ActiveShapeError
+from tpoverlap.gemm.triton.direct import DirectKernels
 from tpoverlap.nn import RotaryTable, norm
 from tpoverlap.nn.activation import activate
 from tpoverlap.nn.elementwise import HeadLayout, NormKind, launch, merge_rotate, norm_twin, norms, split_rotate
@@ -152,7 +154,7 @@ class FakeFunction:
 
 def test_a_binary_is_made_once_and_takes_addresses() -> None:
     function = FakeFunction()
-    kernel = DirectKernel(function, num_warps=4)
+    kernel = DirectKernel(function, num_warps=4, kernels=DirectKernels(NullKernelDriver()))
     x, y = torch.zeros(64), torch.zeros(64)
     for programs in (1, 7, 16):
         kernel.launch(programs, (x, y), (programs, 3), ("silu", 8))

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 MAP_BYTES: Final = 128
 """A CUtensorMap."""
-_CODES: Final = {"i1": "b", "i8": "b", "u8": "B", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+_CODES: Final = {"i1": "b", "i8": "b", "u8": "B", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f"}
 _PTX_BYTES: Final = {"8": 1, "16": 2, "32": 4, "64": 8}
 _DECLARED: Final = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.[busf](\d+)[^,\[]*?\w+_param_\d+(?:\[(\d+)\])?\s*(?=[,\n)])"

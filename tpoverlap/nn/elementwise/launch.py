@@ -1,19 +1,19 @@
-"""Whether a tensor gets the kernels, and a launch that skips what Triton works out again at every call.
-
-Triton's own launch looks at each argument to find the binary that fits, which takes longer than a small kernel. Here a
-launch whose pointers are all aligned finds its binary by one look-up; any other launch goes Triton's way.
+"""Whether a tensor gets the kernels, and their launch: by one look-up (`tpoverlap.gemm.triton.direct`) where all
+pointers are aligned; any other launch goes Triton's way.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any, Final
 
 import torch
 
 from tpoverlap.gemm.triton import kernels_missing
+from tpoverlap.gemm.triton.direct import DirectKernels, current_device, direct_kernels
 
 logger = logging.getLogger("tpoverlap")
 
@@ -21,6 +21,7 @@ DTYPES: Final = frozenset((torch.bfloat16, torch.float16, torch.float32))
 """What the kernels take: they compute in float32. (float64 is for the twins.)"""
 ALIGNED_BYTES: Final = 16
 _INT32_MAX: Final = (1 << 31) - 1
+_address = torch.Tensor.data_ptr
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
@@ -49,7 +50,7 @@ def vector_unit(*strides: int) -> int:
 
 
 class DirectKernel:
-    """One Triton kernel, and its binaries by what they depend on. Arguments: pointers, then integers, then constants.
+    """One Triton kernel, launched by look-up. Arguments: pointers, then integers, then constants.
 
     The kernel has to leave all its integers unspecialised, so that a binary depends on the dtype, the constants and the
     alignment of pointers only. Other tensors' dtypes must follow from the first one's and the constants.
@@ -57,11 +58,12 @@ class DirectKernel:
     Args:
         function: Triton's.
         num_warps: of each program.
+        kernels: instead of the device's (tests).
     """
 
-    def __init__(self, function: Any, num_warps: int) -> None:
+    def __init__(self, function: Any, num_warps: int, kernels: DirectKernels | None = None) -> None:
         self._function, self._num_warps = function, num_warps
-        self._binaries: dict[tuple[Any, ...], Any] = {}
+        self._kernels = kernels
 
     def launch(
         self, programs: int, tensors: Sequence[torch.Tensor], integers: Sequence[int], constants: tuple[Any, ...]
@@ -72,32 +74,25 @@ class DirectKernel:
             return
         if programs > _INT32_MAX:
             raise OverflowError(f"{self._function.__name__}: {programs} programs; cut the rows in parts")
-        if first.is_cuda and first.device.index != torch.cuda.current_device():
-            with torch.cuda.device(first.device):
-                self.launch(programs, tensors, integers, constants)
-            return
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if _fits_binary(addresses, integers):
-            key = (first.device, first.dtype, constants)
-            binary = self._binaries.get(key)
-            if binary is not None:
-                binary[(programs, 1, 1)](*addresses, *integers, *constants)
+        kernels, device = self._kernels, first.device
+        if device.type == "cuda":
+            index = device.index
+            if index != current_device():
+                with torch.cuda.device(device):
+                    self.launch(programs, tensors, integers, constants)
                 return
-            binary = self._launch_slowly(programs, tensors, integers, constants)
-            if binary is not None:  # the interpreter has none
-                self._binaries[key] = binary
-            return
-        self._launch_slowly(programs, tensors, integers, constants)
+            kernels = kernels or direct_kernels(index)
 
-    def _launch_slowly(
-        self, programs: int, tensors: Sequence[torch.Tensor], integers: Sequence[int], constants: tuple[Any, ...]
-    ) -> Any:
-        return self._function[(programs,)](*tensors, *integers, *constants, num_warps=self._num_warps)
+        def slowly() -> Any:
+            return self._function[(programs,)](*tensors, *integers, *constants, num_warps=self._num_warps)
+
+        values = [*map(_address, tensors), *integers]
+        if kernels is None or not _fits_binary(values[: len(tensors)], integers):
+            slowly()  # the interpreter, or a launch that no binary of ours was made for
+            return
+        kernels.launch((self, first.dtype, constants), programs, values, constants, slowly)
 
 
 def _fits_binary(addresses: Sequence[int], integers: Sequence[int]) -> bool:
     """Whether a binary that was made for aligned pointers and 32-bit integers takes these."""
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return bits % ALIGNED_BYTES == 0 and max(integers) <= _INT32_MAX
+    return reduce(or_, addresses) % ALIGNED_BYTES == 0 and max(integers) <= _INT32_MAX

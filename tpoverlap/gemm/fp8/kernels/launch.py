@@ -1,13 +1,15 @@
 """Launching the FP8 kernels: the same operations as `tpoverlap.gemm.fp8.plain.PlainOperations`, on a GPU.
 
-Triton's own launch looks at every argument to find the binary that fits. Here a variant names all that a binary depends
-on (constants, dtype, which pointers are aligned; sizes are never specialised), so a launch is one look-up.
+A variant names all that a binary depends on (constants, dtype, which pointers are aligned; sizes are never
+specialised), so a launch is one look-up (`tpoverlap.gemm.triton.direct`).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, Final
 
 import torch
@@ -16,6 +18,8 @@ from tpoverlap.errors import ActiveShapeError, BackendUnavailableError
 from tpoverlap.gemm.fp8.plain import SCALE_BYTES, padded
 from tpoverlap.gemm.fp8.scale_rule import ScaleRule
 from tpoverlap.gemm.triton import kernels_missing
+from tpoverlap.gemm.triton.direct import DirectKernels, current_device
+from tpoverlap.gemm.triton.kernel_driver import CudaKernelDriver
 
 _VECTOR: Final = 16
 _TILE: Final = (128, 128)
@@ -50,8 +54,10 @@ class KernelOperations:
         if missing is not None:
             raise BackendUnavailableError(f"FP8 on {device} needs Triton kernels: {missing}, or run without fp8")
         self._interpreted = device.type == "cpu"
-        self._device = device
-        self._binaries: dict[Any, Any] = {}
+        self._kernels: DirectKernels | None = None
+        if not self._interpreted:
+            self._index = torch.cuda.current_device() if device.index is None else device.index
+            self._kernels = DirectKernels(CudaKernelDriver(torch.device("cuda", self._index)))
 
     def maxima(self, x: torch.Tensor) -> torch.Tensor:
         """As the twin's; n is the number of programs."""
@@ -222,26 +228,24 @@ class KernelOperations:
         constants: tuple[Any, ...],
         num_warps: int,
     ) -> None:
-        if self._interpreted:
-            load(name)[(programs,)](*_seen(name, tensors), *numbers, *constants, num_warps=num_warps)
+        def slowly() -> Any:
+            return load(name)[(programs,)](*_seen(name, tensors), *numbers, *constants, num_warps=num_warps)
+
+        if self._kernels is None:
+            slowly()
             return
-        if self._device.index not in (None, torch.cuda.current_device()):
-            with torch.cuda.device(self._device):
+        if self._index != current_device():
+            with torch.cuda.device(self._index):
                 self._launch(name, programs, tensors, numbers, constants, num_warps)
             return
         if max(numbers) >= _MOST:
             raise ActiveShapeError(f"FP8 kernels take fewer than 2**31 rows and columns, got {numbers}")
         addresses = [tensor.data_ptr() for tensor in tensors]
-        aligned = tuple([address % _VECTOR == 0 for address in addresses])
+        # A binary depends on which pointers are aligned: nearly always all of them.
+        aligned = reduce(or_, addresses) % _VECTOR == 0 or tuple([address % _VECTOR == 0 for address in addresses])
         # Of the dtypes, only the first and the last tensor's are not the kernel's own.
         variant = (name, constants, num_warps, tensors[0].dtype, tensors[-1].dtype, aligned)
-        binary = self._binaries.get(variant)
-        if binary is not None:
-            binary[(programs, 1, 1)](*addresses, *numbers, *constants)
-            return
-        self._binaries[variant] = load(name)[(programs,)](
-            *_seen(name, tensors), *numbers, *constants, num_warps=num_warps
-        )
+        self._kernels.launch(variant, programs, [*addresses, *numbers], constants, slowly)
 
 
 def load(name: str) -> Any:
