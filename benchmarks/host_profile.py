@@ -1,7 +1,8 @@
 """Where the host's time goes in a layer's forward and backward: time a step, and the functions it is spent in.
 
 ``python -m benchmarks.host_profile --out F``. Two ranks, which may share one GPU: nothing here waits for the device
-inside a step, so its speed does not matter. The backward runs in the calling thread, or a profiler would not see it.
+inside a step, so its speed does not matter; that of the
+processor does, and is told by an empty loop. The backward runs in the calling thread, or a profiler would not see it.
 ``host_us`` is without the profiler; the profiler's own shares are those of its (slower) run.
 """
 
@@ -79,10 +80,11 @@ def _measure(layer: torch.nn.Module, mgr: tpo.UserBufferManager, tokens: int, hi
 
     for _ in range(WARM_UP):
         step()
-    times = []
+    times, loops = [], []
     for _ in range(REPEATS):
         settle()
         times.append(1e6 * step())
+        loops.append(_empty_loop_us())
     profiler = cProfile.Profile()
     for _ in range(PROFILED):
         settle()
@@ -97,9 +99,18 @@ def _measure(layer: torch.nn.Module, mgr: tpo.UserBufferManager, tokens: int, hi
     )
     return {
         "host_us": round(median(times), 1),
+        "empty_loop_us": round(median(loops), 2),
         "calls": round(sum(place[1] for place in places), 1),
         "places": [{"where": name, "calls": calls, "own_us": round(us, 1)} for name, calls, us in places[:70]],
     }
+
+
+def _empty_loop_us() -> float:
+    """200 turns: how fast the processor is just now, which on some machines changes by a factor of two."""
+    begin_s = time.perf_counter()
+    for _ in range(200):
+        pass
+    return 1e6 * (time.perf_counter() - begin_s)
 
 
 @click.command()
@@ -116,7 +127,10 @@ def main(out: Path, device: str, tokens: str, numbers: tuple[str, ...]) -> None:
     }  # fmt: skip
     rows = run_ranks(profile_layer, 2, sizes, device=device, timeout_s=200)[0]
     for row in rows:
-        click.echo(f"{row['numbers']} {row['kind']}, T {row['T']}: {row['host_us']:.0f} us, {row['calls']:.0f} calls")
+        click.echo(
+            f"{row['numbers']} {row['kind']}, T {row['T']}: {row['host_us']:.0f} us (200 empty turns: "
+            f"{row['empty_loop_us']:.2f}), {row['calls']:.0f} calls"
+        )
         for place in row["places"][:12]:
             click.echo(f"    {place['own_us']:8.1f} us {place['calls']:7.1f}  {place['where']}")
     out.write_text(json.dumps({"environment": environment() | sizes, "rows": rows}, indent=1) + "\n", encoding="utf-8")

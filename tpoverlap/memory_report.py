@@ -10,7 +10,7 @@ import torch
 from tpoverlap.comm import Channel
 from tpoverlap.config import resolve
 from tpoverlap.config.resolver import ConfigSource
-from tpoverlap.gemm.fp8 import SCALE_BYTES
+from tpoverlap.gemm.fp8 import MOST_MAXIMA, SCALE_BYTES
 from tpoverlap.memory import ArenaLayout, RegionSpec
 from tpoverlap.memory.layout import gather_slot_bytes, scatter_slot_bytes
 from tpoverlap.setup import parse_capacity
@@ -32,8 +32,8 @@ def standard_regions(
 
 
 def scales_region(capacity_tokens: int, tp_size: int) -> RegionSpec:
-    """Of FP8 managers: one float32 a rank, or a row of the gathered activation."""
-    return RegionSpec("scales", max(capacity_tokens, tp_size) * SCALE_BYTES)
+    """Of FP8 managers: the magnitudes of each rank's shard, float32, or a scale a row of the gathered activation."""
+    return RegionSpec("scales", max(capacity_tokens, tp_size * MOST_MAXIMA) * SCALE_BYTES)
 
 
 def manager_regions(

@@ -110,6 +110,10 @@ def quantised(case: Case) -> None:
 
 def of_all_ranks(case: Case) -> None:
     """Any number of magnitudes, also more than a program reads at once; one that is not finite gives scale 1."""
+    for x in case.inputs():
+        shared = case.kernels.maxima(case.put(x), shared=True)
+        assert shared.shape == (case.kernels.shared_parts, 1), f"{x.shape}: every tensor has as many"
+        case.same(shared.amax(0, keepdim=True), case.plain.maxima(x, shared=True), f"magnitudes of {x.shape}")
     x = torch.randn(5, 32, generator=case.generator)
     for count in (1, 3, 512, 513, 1500):
         found = torch.rand(count, 1, generator=case.generator)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +17,8 @@ import tpoverlap as tpo
 from tests.manager.ranks import Outcome, outcome_of
 from tpoverlap import te
 from tpoverlap.gemm.fp8 import Quantizer
+from tpoverlap.gemm.fp8.plain import PlainOperations
+from tpoverlap.testing.conformance import Setting
 from tpoverlap.testing.numeric import relative_error
 
 CAPACITY, HIDDEN, FEATURES = 64, 48, 32
@@ -24,6 +28,27 @@ BOTH = ("none", "fp8")
 def _manager(dtype: torch.dtype = torch.float32, **options: Any) -> tpo.UserBufferManager:
     options = {"quantization_modes": BOTH, "timeout_s": 20.0} | options
     return tpo.UserBufferManager(None, (CAPACITY, HIDDEN), dtype=dtype, backend="shared", **options)
+
+
+class PartsOperations(PlainOperations):
+    """As kernels do it: each rank tells the magnitudes of several parts."""
+
+    shared_parts = 3
+
+    def maxima(self, x: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
+        whole = super().maxima(x)
+        if not shared:
+            return whole
+        return torch.cat([torch.zeros_like(whole), whole, whole / 2])
+
+
+def check_in_parts(
+    rank: int, size: int, check: Callable[..., dict[str, Any]], setting: Setting, *arguments: Any
+) -> dict[str, Any]:
+    """``check`` where a tensor's magnitude is several numbers."""
+    module = importlib.import_module("tpoverlap.gemm.fp8.quantize")  # the package's name for it is a function
+    with mock.patch.object(module, "operations_on", lambda device: PartsOperations()):
+        return check(rank, size, setting, *arguments)
 
 
 def _draw(rows: int, columns: int, seed: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.nn import fp8_ranks
 from tpoverlap.testing import RankPool
 from tpoverlap.testing.conformance import Setting
 from tpoverlap.testing.conformance.fp8 import check_column, check_mixed, check_row
@@ -37,4 +38,10 @@ def test_on_a_simulated_device(
     rank_pool: Callable[[int], RankPool], size: int, check: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:
     for summary in rank_pool(size).run(check, SETTING, *arguments, timeout_s=60.0):
+        assert summary["comparisons"] > 0
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_magnitudes_of_several_parts(rank_pool: Callable[[int], RankPool], recipe: str) -> None:
+    for summary in rank_pool(2).run(fp8_ranks.check_in_parts, check_column, SETTING, recipe, "bulk", 1, timeout_s=60.0):
         assert summary["comparisons"] > 0

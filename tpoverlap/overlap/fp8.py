@@ -99,21 +99,21 @@ class QuantizedShard:
         self, operation: OperationContext, quantizer: Quantizer, x_shard_t: torch.Tensor, *, record: bool
     ) -> None:
         self._operation, self._quantizer = operation, quantizer
-        self._amax: torch.Tensor | None = None
+        self._maxima: torch.Tensor | None = None
         x_shard_t = x_shard_t.detach()
         if quantizer.is_delayed:
             self.local = quantizer.with_stored_scale(x_shard_t)
             self.scale = self.local.scale
             if record:
-                self._amax = quantizer.measure(x_shard_t)
+                self._maxima = quantizer.magnitudes(x_shard_t)
             return
         if quantizer.is_rowwise:
             self.local = quantizer.local(x_shard_t, record=False)
             self.scale = put_together(operation, self.local.scale, operation.partition)
         else:
-            amax = quantizer.measure(x_shard_t)
+            own = quantizer.magnitudes(x_shard_t)
             self.local = read_together(
-                operation, amax, _row_each(operation), lambda maxima: quantizer.by_maxima(x_shard_t, maxima)
+                operation, own, _alike(operation, own), lambda maxima: quantizer.by_maxima(x_shard_t, maxima)
             )
             self.scale = self.local.scale
 
@@ -128,18 +128,19 @@ class QuantizedShard:
 
     def finish(self) -> None:
         """After the operation: let delayed scaling remember. All ranks then hold the same history."""
-        if self._amax is not None:
-            self._quantizer.record(put_together(self._operation, self._amax, _row_each(self._operation)))
+        if self._maxima is not None:
+            operation, maxima = self._operation, self._maxima
+            self._quantizer.record(put_together(operation, maxima, _alike(operation, maxima)))
 
 
-def _row_each(operation: OperationContext) -> TokenPartition:
-    """The partition of one number a rank."""
-    return _ones(operation.partition.tp_size)
+def _alike(operation: OperationContext, values: torch.Tensor) -> TokenPartition:
+    """The partition of as many rows a rank as ``values`` has."""
+    return _even(values.shape[0], operation.partition.tp_size)
 
 
 @lru_cache(maxsize=16)
-def _ones(tp_size: int) -> TokenPartition:
-    return TokenPartition.even(tp_size, tp_size)
+def _even(rows: int, tp_size: int) -> TokenPartition:
+    return TokenPartition.even(rows * tp_size, tp_size)
 
 
 def put_together(operation: OperationContext, values: torch.Tensor, partition: TokenPartition) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """FP8: recipes and scales, quantised tensors, scaled GEMMs. Knows no transport: who gathers exchanges magnitudes."""
 
+from tpoverlap.gemm.fp8.plain import MOST_MAXIMA
 from tpoverlap.gemm.fp8.quantize import (
     SCALE_BYTES,
     QuantizedTensor,
@@ -23,6 +24,7 @@ from tpoverlap.gemm.fp8.scaled_tasks import (
 from tpoverlap.gemm.fp8.state import Fp8State, QuantizedWeight
 
 __all__ = [
+    "MOST_MAXIMA",
     "SCALE_BYTES",
     "DelayedScaling",
     "Float8CurrentScaling",

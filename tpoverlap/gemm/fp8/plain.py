@@ -20,6 +20,8 @@ _HUGE = torch.finfo(torch.float32).max
 ALIGNMENT = 16
 """FP8 tensor cores want both feature sizes of a GEMM in multiples of this."""
 SCALE_BYTES = 4
+MOST_MAXIMA = 512
+"""Parts that a tensor's magnitude is measured in, at most; every quantising program reads them all."""
 
 
 def padded(num_rows: int) -> int:
@@ -40,10 +42,19 @@ def scale_of(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
 
 
 class PlainOperations:
-    """The operations, see the rules above. ``x`` is [rows, columns] in float32, bfloat16 or float16."""
+    """The operations, see the rules above. ``x`` is [rows, columns] in float32, bfloat16 or float16.
 
-    def maxima(self, x: torch.Tensor) -> torch.Tensor:
-        """Largest magnitudes of parts of ``x`` that cover it: float32 [n, 1], n >= 1; NaN where there is one."""
+    Attributes:
+        shared_parts: how many magnitudes of a tensor ranks exchange: the same for every tensor, 2 KiB at most.
+    """
+
+    shared_parts = 1
+
+    def maxima(self, x: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
+        """Largest magnitudes of parts of ``x`` that cover it: float32 [n, 1], n >= 1; NaN where there is one.
+
+        ``shared``: n is `shared_parts`, whatever ``x`` is.
+        """
         if x.numel() == 0:
             return x.new_zeros(1, 1, dtype=torch.float32)
         low, high = torch.aminmax(x)  # one pass, no temporary

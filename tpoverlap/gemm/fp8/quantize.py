@@ -97,9 +97,12 @@ class QuantizedTensor:
         return QuantizedTensor(whole.data[:, :num_rows].contiguous(), whole.scale, whole.dtype)
 
 
-def tensor_maxima(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitudes of parts that cover ``x``: float32 [n, 1], n >= 1; NaN where there is one."""
-    return operations_on(x.device).maxima(x)
+def tensor_maxima(x: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
+    """Largest magnitudes of parts that cover ``x``: float32 [n, 1], n >= 1; NaN where there is one.
+
+    ``shared``: n depends on the device alone, so ranks can exchange them.
+    """
+    return operations_on(x.device).maxima(x, shared=shared)
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:

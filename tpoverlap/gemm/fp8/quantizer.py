@@ -3,7 +3,7 @@
 The order differs by recipe, and a caller that communicates needs to know it::
 
     delayed:   with_stored_scale(x) -> ... -> record(magnitudes of all ranks), off the critical path
-    current:   measure(x) -> magnitudes of all ranks -> by_maxima(x, magnitudes)
+    current:   magnitudes(x) -> those of all ranks -> by_maxima(x, magnitudes)
     row-wise:  local(x) -> scales of all ranks
 """
 
@@ -64,6 +64,12 @@ class Quantizer(torch.nn.Module):
     def measure(self, x: torch.Tensor) -> torch.Tensor:
         """The magnitude of ``x``, for other ranks: float32 [1, 1]."""
         return tensor_amax(x)
+
+    def magnitudes(self, x: torch.Tensor) -> torch.Tensor:
+        """Those of parts of ``x``, for other ranks: float32 [n, 1], n the same for every tensor of the device. One
+        kernel less than `measure`: `by_maxima` and `record` look for the largest anyway.
+        """
+        return tensor_maxima(x, shared=True)
 
     def by_maxima(self, x: torch.Tensor, maxima: torch.Tensor) -> QuantizedTensor:
         """``x`` under the scale of the largest of ``maxima``, float32 [n, 1] (current scaling)."""

@@ -70,8 +70,11 @@ class Fp8State(torch.nn.Module):
         place = None if device is None else torch.device(device)
         self.cache_weights = cache_weights
         self.input = Quantizer(self.recipe, "input", place)
-        self.weight = torch.nn.ModuleList(Quantizer(self.recipe, "weight", place) for _ in range(num_weights))
-        self.grad = torch.nn.ModuleList(Quantizer(self.recipe, "grad", place) for _ in range(num_weights))
+        weights = [Quantizer(self.recipe, "weight", place) for _ in range(num_weights)]
+        grads = [Quantizer(self.recipe, "grad", place) for _ in range(num_weights)]
+        self.weight, self.grad = torch.nn.ModuleList(weights), torch.nn.ModuleList(grads)
+        # Beside the modules: asked several times an operation, and a module's own look-up is slow.
+        self._by_role = {"input": [self.input], "weight": weights, "grad": grads}
         self._cache: dict[int, tuple[weakref.ref[torch.Tensor], int, QuantizedWeight]] = {}
 
     @property
@@ -102,9 +105,7 @@ class Fp8State(torch.nn.Module):
 
     def quantizer(self, role: str, index: int = 0) -> Quantizer:
         """The quantizer of the input, or of weight or output gradient ``index``."""
-        found = self.input if role == "input" else getattr(self, role)[index]
-        assert isinstance(found, Quantizer), "only quantizers are put there"
-        return found
+        return self._by_role[role][index]
 
     def forget_weights(self) -> None:
         """Quantise the weights again in the next forward: after writing them through ``.data``."""

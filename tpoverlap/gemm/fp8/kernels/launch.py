@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from tpoverlap.errors import ActiveShapeError, BackendUnavailableError
-from tpoverlap.gemm.fp8.plain import SCALE_BYTES, padded
+from tpoverlap.gemm.fp8.plain import MOST_MAXIMA, SCALE_BYTES, padded
 from tpoverlap.gemm.fp8.scale_rule import ScaleRule
 from tpoverlap.gemm.triton import kernels_missing
 from tpoverlap.gemm.triton.direct import DirectKernels, current_device
@@ -26,8 +26,6 @@ _TILE: Final = (128, 128)
 _AMAX_TILE: Final = (8, 1024)
 _TILE_WARPS: Final = 8
 _PROGRAMS: Final = 1056
-_MAXIMA: Final = 512
-"""Parts that a tensor's magnitude is measured in; every quantising program reads them all."""
 _ROW_BLOCK: Final = 16384
 """Elements of a row that stay in registers between its magnitude and its bytes; longer rows are read twice."""
 _UNPACK_TILE: Final = (8, 256)
@@ -49,6 +47,8 @@ class KernelOperations:
         BackendUnavailableError: the kernels do not run there, with what is missing.
     """
 
+    shared_parts = MOST_MAXIMA
+
     def __init__(self, device: torch.device) -> None:
         missing = kernels_missing(device)
         if missing is not None:
@@ -59,8 +59,8 @@ class KernelOperations:
             self._index = torch.cuda.current_device() if device.index is None else device.index
             self._kernels = DirectKernels(CudaKernelDriver(torch.device("cuda", self._index)))
 
-    def maxima(self, x: torch.Tensor) -> torch.Tensor:
-        """As the twin's; n is the number of programs."""
+    def maxima(self, x: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
+        """As the twin's; n is the number of programs, and those without a tile find 0."""
         x = _in_rows(x)
         num_rows, width = x.shape
         rows, columns = _AMAX_TILE
@@ -70,8 +70,8 @@ class KernelOperations:
             pitch = x.stride(0)
         tiles = -(-num_rows // rows) * -(-width // columns)
         if tiles == 0:
-            return x.new_zeros(1, 1, dtype=torch.float32)
-        found = x.new_empty(min(tiles, _MAXIMA), 1, dtype=torch.float32)
+            return x.new_zeros(MOST_MAXIMA if shared else 1, 1, dtype=torch.float32)
+        found = x.new_empty(MOST_MAXIMA if shared else min(tiles, MOST_MAXIMA), 1, dtype=torch.float32)
         unit = _unit(x, width, pitch)
         self._launch(
             "tiles.amax_tiles",
@@ -127,7 +127,7 @@ class KernelOperations:
             (
                 unit,
                 *_TILE,
-                0 if maxima is None else _MAXIMA,
+                0 if maxima is None else MOST_MAXIMA,
                 rule.is_e5m2,
                 rule.power_of_2,
                 words is not None,
