@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tpoverlap.testing import assert_close_to_twin, assert_elementwise, relative_error
+from tpoverlap.testing import assert_close_to_twin, assert_elementwise, numeric, relative_error
 
 NAN, INF = math.nan, math.inf
 
@@ -52,11 +52,19 @@ def test_one_bad_row_fails(dtype: torch.dtype) -> None:
 
 
 def test_the_factor_is_what_it_says() -> None:
-    reference = torch.ones(100, dtype=torch.float64)
+    reference = torch.ones(numeric.FEW, dtype=torch.float64)
     twin = reference + 1e-3
     assert_close_to_twin(reference + 1.24e-3, twin, reference)
     with pytest.raises(AssertionError, match=r"1\.25 x 1\.000e-03"):
         assert_close_to_twin(reference + 1.26e-3, twin, reference)
+
+
+def test_few_elements_get_a_larger_factor() -> None:
+    reference = torch.ones(64, dtype=torch.float64)
+    twin = reference + 1e-3
+    assert_close_to_twin(reference + 1.8e-3, twin, reference)
+    with pytest.raises(AssertionError, match=r"1\.875 x 1\.000e-03"):
+        assert_close_to_twin(reference + 1.9e-3, twin, reference)
 
 
 def test_an_exact_twin_leaves_only_rounding() -> None:

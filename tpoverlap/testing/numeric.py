@@ -19,6 +19,9 @@ hides no bug there: an element that an addition's order pushes over a rounding t
 either side of the tie.
 """
 
+FEW = 1024
+"""Elements below which a relative error is too noisy to be held to a fixed factor of another one."""
+
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
     """Frobenius norm of ``actual - reference`` over that of ``reference``, in float64.
@@ -49,6 +52,7 @@ def assert_close_to_twin(
 
     The twin ran in the same dtype on the same inputs, so its error is what the dtype costs; 1.25 leaves room for
     another order of additions, and none for a row that is missing, stale or summed twice. ``FLOAT32_FLOOR`` is added.
+    Over n < `FEW` elements both errors are themselves uncertain by some 1 / sqrt(2 n): the factor grows by 4 / sqrt(n).
 
     Raises:
         AssertionError: too far, not a number, or shapes or dtypes differ.
@@ -61,6 +65,8 @@ def assert_close_to_twin(
     if not math.isfinite(twin_error):
         raise AssertionError(f"{what}: the twin itself has relative error {twin_error}; {_worst(twin, reference_fp32)}")
     error = relative_error(actual, reference_fp32)
+    if 0 < actual.numel() < FEW:
+        factor *= 1.0 + 4.0 / math.sqrt(actual.numel())
     bound = factor * twin_error + FLOAT32_FLOOR
     if not error <= bound:
         raise AssertionError(
