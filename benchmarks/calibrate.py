@@ -4,7 +4,8 @@
     python -m benchmarks.calibrate --write    # and write tpoverlap/tuning/devices/*.json
 
 The error of a row comes from a fit that has not seen its shape, in any file, by any method. "Nothing known of the run":
-as `tpoverlap predict` is used. "Same run": the clock of that run is known from its other shapes' GEMMs.
+as `tpoverlap predict` is used. "Same run": the clock of that run is known from its other shapes' GEMMs. FP8 has
+observations and an error of its own: `benchmarks.fp8_fit`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from benchmarks.device_sheets import MEASURED_SHEET, SHEETS, scaled
 from benchmarks.fit import fit
+from benchmarks.fp8_fit import calibrate_fp8
 from benchmarks.observations import Observation, read_observations
 from tpoverlap.tuning import DeviceModel
 from tpoverlap.tuning.device import FOLDER, MEASURED, GemmRates, OneKernel, Rate
@@ -134,6 +136,12 @@ def main() -> None:
             f"predicted {row.predicted_us:7.1f} (same run {row.same_run_us:7.1f})  {seen.source}"
         )
     print(json.dumps(device.error, indent=1))
+    device, fp8_rows = calibrate_fp8(device)
+    for one, predicted_us in sorted(fp8_rows, key=lambda row: -abs(row[1] / row[0].time_us - 1.0))[:12]:
+        sizes = one.group if one.problem is None else one.problem.gemm_shape
+        print(f"FP8 {one.kind:20} {'x'.join(map(str, sizes)):18} {one.time_us:7.1f} us, predicted {predicted_us:7.1f}")
+    assert device.fp8 is not None, "calibrate_fp8 made it"
+    print(json.dumps(device.fp8.error, indent=1))
     if arguments.write:
         for one in (device, *(scaled(device, sheet) for sheet in SHEETS)):
             path = FOLDER / f"{one.name}.json"

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tpoverlap.overlap import OperationContext
 
 
-OperationUse = tuple[int, bool, bool, int | None, int]
-"""What operations of a name differ in: ``id`` of the partition, scatter, beside, sharded features, detail."""
+OperationUse = tuple[int, bool, bool, int | None, int, bool]
+"""What operations of a name differ in: ``id`` of the partition, scatter, beside, sharded features, detail, FP8."""
 
 
 class CommOverlap:

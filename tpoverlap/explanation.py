@@ -26,27 +26,39 @@ def explanation(
     notes: Sequence[Note],
     dtype: torch.dtype,
     remark: str = "",
-    fp8: bool = False,
+    fp8: tuple[Decision, str] | None = None,
 ) -> str:
     """Method, source and reason; rows and bytes; backend and why; what the configuration's checker had to say.
 
-    ``remark``: about the choice by T, empty where there is none. ``fp8``: the manager has an FP8 mode, so layers with
-    a recipe may run this name; what they move is another number of bytes.
+    ``remark``: about the choice by T, empty where there is none. ``fp8``: where the manager has an FP8 mode, the same
+    two for layers with a recipe: they move another number of bytes, maybe by another method.
     """
     tokens, width = partition.total, communicator.width
     size_bytes = tokens * width * dtype.itemsize
-    method = decision.method
-    if method == "pipeline" and decision.config is not None:
-        method += f" in {decision.config.num_splits}"
     lines = [
-        f"{communicator.name} at T={tokens}: {method} ({communicator.config.direction})",
+        f"{communicator.name} at T={tokens}: {_method(decision)} ({communicator.config.direction})",
         f"  chosen by: {decision.source}: {decision.reason}",
         *([f"  by T: {remark}"] if remark else []),
         f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {width}], {size_bytes} bytes",
-        *([f"  under an FP8 recipe: {_in_fp8(communicator, decision, tokens, size_bytes, dtype)}"] if fp8 else []),
+        *(_under_recipe(communicator, *fp8, tokens, size_bytes, dtype) if fp8 else []),
         f"  backend: {backend}",
     ]
     return "\n".join(lines + [f"  {note.level}: {note}" for note in notes])
+
+
+def _method(decision: Decision) -> str:
+    splits = f" in {decision.config.num_splits}" if decision.method == "pipeline" and decision.config else ""
+    return decision.method + splits
+
+
+def _under_recipe(
+    communicator: CommOverlap, decision: Decision, remark: str, tokens: int, size_bytes: int, dtype: torch.dtype
+) -> list[str]:
+    return [
+        f"  under an FP8 recipe: {_in_fp8(communicator, decision, tokens, size_bytes, dtype)}",
+        f"    by {_method(decision)}, chosen by: {decision.source}: {decision.reason}",
+        *([f"    by T: {remark}"] if remark else []),
+    ]
 
 
 def _in_fp8(communicator: CommOverlap, decision: Decision, tokens: int, size_bytes: int, dtype: torch.dtype) -> str:

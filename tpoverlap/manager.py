@@ -302,6 +302,7 @@ class UserBufferManager:
         beside: bool = False,
         features: int | None = None,
         detail: int = 0,
+        fp8: bool = False,
     ) -> OperationContext:
         """Everything a method needs for one operation of ``communicator``; decides the method and counts it.
 
@@ -312,6 +313,7 @@ class UserBufferManager:
             beside: the whole collective runs beside a GEMM that does not depend on it.
             features: of the sharded side of the GEMM on this rank; None: unknown, so T does not enter the choice.
             detail: hash of what else all ranks must agree on.
+            fp8: it runs under a recipe, where other methods may be the best ones at the same T.
 
         Raises:
             CapacityError: it does not fit and on_overflow is "error". ConfigError: the method cannot do this.
@@ -321,7 +323,7 @@ class UserBufferManager:
         if communicator.chosen_for is not communicator.config:
             communicator.operations.clear()
             communicator.chosen_for = communicator.config
-        use = (id(partition), scatter, beside, features, detail)
+        use = (id(partition), scatter, beside, features, detail, fp8)
         context = communicator.operations.get(use)
         if context is None:
             context = self._new_operation(communicator, partition, use)
@@ -337,11 +339,11 @@ class UserBufferManager:
     def _new_operation(
         self, communicator: CommOverlap, partition: TokenPartition, use: OperationUse
     ) -> OperationContext:
-        _, scatter, beside, features, detail = use
+        _, scatter, beside, features, detail, fp8 = use
         overflow = False
         if partition.total > communicator.max_tokens or partition.max_count > communicator.max_rows_per_rank:
             overflow = self._overflows(communicator, partition)
-        by_tokens = self._tables.find(communicator, scatter=scatter, beside=beside, features=features)
+        by_tokens = self._tables.find(communicator, scatter=scatter, beside=beside, features=features, fp8=fp8)
         decision = self._tables.decide(communicator, partition.total, by_tokens, overflow=overflow)
         method, config = decision.method, decision.config or communicator.config
         if not decision.for_use:
@@ -401,8 +403,10 @@ class UserBufferManager:
         by_tokens, remark = self._tables.explained(communicator, features)
         decision = self._tables.decide(communicator, tokens, by_tokens, overflow=overflow)
         notes = [note for note in self._config.notes if note.name == name]
-        backend = f"{self.backend_name}: {self.backend_reason}"
-        fp8 = "fp8" in self.quantization_modes
+        backend, fp8 = f"{self.backend_name}: {self.backend_reason}", None
+        if "fp8" in self.quantization_modes:
+            table, other = self._tables.explained(communicator, features, fp8=True)
+            fp8 = (self._tables.decide(communicator, tokens, table, overflow=overflow), other)
         return explanation(communicator, partition, decision, backend, notes, self.dtype, remark, fp8)
 
     def plan(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Methods by T of a manager's names: made at a shape's first use from what all ranks agreed on, then looked up.
 
 ``agree_on_evidence`` is collective and runs once, at set-up. `MethodTables.find` is local and pure: the same name,
-direction, use and features give the same decisions on every rank.
+direction, use, features and numbers (FP8 or not) give the same decisions on every rank.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tpoverlap.dispatch import Decision, TokenDecisions, choose
 from tpoverlap.memory.base import agree
 from tpoverlap.overlap.context import possible_labels
 from tpoverlap.overlap.fp8 import FP8_TAGS
+from tpoverlap.overlap.fp8 import METHODS as FP8_METHODS
 from tpoverlap.tuning import Candidate, Evidence, Kind, Problem, cache_folder, read_entries, recognise
 from tpoverlap.tuning.cache import METHODS_VERSION
 
@@ -39,7 +40,7 @@ all, not even the cost model, so that every name keeps its default method.
 
 
 class MethodTables:
-    """(name, direction, use, features) -> decisions by T, each made once."""
+    """(name, direction, use, features, FP8) -> decisions by T, each made once."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class MethodTables:
         self._planned = planned
         self._tp_size = tp_size
         self._itemsize_bytes = dtype.itemsize
-        self._found: dict[tuple[str, bool, bool, int], TokenDecisions | None] = {}
+        self._found: dict[tuple[str, bool, bool, int, bool], TokenDecisions | None] = {}
 
     def agree(self, group: ProcessGroup, device: torch.device, backend: str, tuning_cache: CacheSource) -> None:
         """Look for evidence, unless a plan brought its own. Collective."""
@@ -80,18 +81,19 @@ class MethodTables:
         return entry is not None and entry.get("instead_of") == written
 
     def find(
-        self, communicator: CommOverlap, *, scatter: bool, beside: bool, features: int | None
+        self, communicator: CommOverlap, *, scatter: bool, beside: bool, features: int | None, fp8: bool = False
     ) -> TokenDecisions | None:
         """The decisions for one use of a name; None where its method does not depend on T or nothing is known.
 
         Args:
             features: of the sharded side of the GEMM on this rank; None: unknown.
+            fp8: under a recipe: other times and other bytes, so another table.
         """
         if features is None or self.evidence.is_empty or communicator.overrides:
             return None
-        key = (communicator.name, scatter, beside, features)
+        key = (communicator.name, scatter, beside, features, fp8)
         if key not in self._found:
-            self._found[key] = self._make(communicator, scatter, beside, features)
+            self._found[key] = self._make(communicator, scatter, beside, features, fp8)
         return self._found[key]
 
     def decide(
@@ -125,16 +127,21 @@ class MethodTables:
         """Names have other options or capacities now."""
         self._found.clear()
 
-    def explained(self, communicator: CommOverlap, features: int | None) -> tuple[TokenDecisions | None, str]:
+    def explained(
+        self, communicator: CommOverlap, features: int | None, *, fp8: bool = False
+    ) -> tuple[TokenDecisions | None, str]:
         """For `explain`: the decisions of the likeliest use, and a remark on them. ``features`` None: as last run."""
         scatter, beside, used = self._likely_use(communicator)
         features = used if features is None else features
-        by_tokens = self.find(communicator, scatter=scatter, beside=beside, features=features)
-        return by_tokens, self._remark(communicator, by_tokens, features)
+        by_tokens = self.find(communicator, scatter=scatter, beside=beside, features=features, fp8=fp8)
+        return by_tokens, self._remark(communicator, by_tokens, features, fp8)
 
     def _likely_use(self, communicator: CommOverlap) -> tuple[bool, bool, int | None]:
-        """(scatter, beside, features) as ``communicator`` last ran, else as its configuration has it and None."""
-        uses = [key[1:] for key in self._found if key[0] == communicator.name]
+        """(scatter, beside, features) as ``communicator`` last ran, else as its configuration has it and None.
+
+        In FP8 or not: the same layer, so the same shape.
+        """
+        uses = [key[1:4] for key in self._found if key[0] == communicator.name]
         if uses:
             return uses[-1]
         known = KNOWN_NAMES.get(communicator.name)
@@ -142,7 +149,9 @@ class MethodTables:
         beside = known is not None and known.bulk_legal and known.is_reduce_scatter == communicator.is_reduce_scatter
         return communicator.is_reduce_scatter, beside or communicator.config.method == "bulk", None
 
-    def _remark(self, communicator: CommOverlap, by_tokens: TokenDecisions | None, features: int | None) -> str:
+    def _remark(
+        self, communicator: CommOverlap, by_tokens: TokenDecisions | None, features: int | None, fp8: bool
+    ) -> str:
         """Where the buckets end, or why there are none."""
         if by_tokens is not None:
             ends = ", ".join(
@@ -156,20 +165,25 @@ class MethodTables:
             return self.evidence.why_no_device
         if features is None:
             return "the method depends on T and on the GEMM's features, which the first operation tells; pass features="
-        return (
-            f"nothing is known about features {features} at width {communicator.width}; " + self.evidence.why_no_device
-        )
+        in_fp8 = " in FP8" if fp8 else ""
+        why = self.evidence.why_no_device
+        if fp8 and self.evidence.device is not None:
+            why = f"the cost model knows no FP8 on {self.evidence.device.name}"
+        return f"nothing is known about features {features} at width {communicator.width}{in_fp8}; {why}"
 
     def possible_labels(self, communicators: Iterable[CommOverlap], *, fp8: bool = False) -> Iterator[str]:
         """Every label that operations of these names can have had so far: how a peer's operation gets its name."""
         for one in communicators:
-            yield from possible_labels(one.name, one.config, FP8_TAGS if fp8 else ("",))
+            tags = FP8_TAGS if fp8 else ("",)
+            yield from possible_labels(one.name, one.config, tags)
             for key, found in list(self._found.items()):
                 if key[0] == one.name and found is not None:
                     for decision in found.decisions:
-                        yield from possible_labels(one.name, decision.config or one.config)
+                        yield from possible_labels(one.name, decision.config or one.config, tags)
 
-    def _make(self, communicator: CommOverlap, scatter: bool, beside: bool, features: int) -> TokenDecisions | None:
+    def _make(
+        self, communicator: CommOverlap, scatter: bool, beside: bool, features: int, fp8: bool
+    ) -> TokenDecisions | None:
         if not self.is_by_tokens(communicator):
             return None
         problem = Problem(
@@ -179,12 +193,19 @@ class MethodTables:
             features,
             self._tp_size,
             self._itemsize_bytes,
+            fp8=fp8,
+            # as `scatter_operation` reads it: of an all-gather name the key speaks of its gather
+            fp8_buf=fp8 and communicator.config.is_reduce_scatter and communicator.config.fp8_buf,
         )
         legal = ("bulk",) if beside else legal_methods(communicator.name, scatter)
+        if fp8:
+            legal = tuple(method for method in legal if method in FP8_METHODS)
         if not self._has_kernels:
             legal = tuple(method for method in legal if method != "fused")
         written = self._config.explicit.get(communicator.name, {})
         fixed = {key: value for key, value in written.items() if key not in ("method", "is_reduce_scatter")}
+        if scatter != communicator.config.is_reduce_scatter:
+            fixed.pop("fp8_buf", None)  # said of the other direction's rows
         table = self.evidence.table(communicator.name, problem, communicator.max_tokens, legal, fixed)
         if table is None:
             return None

@@ -11,6 +11,8 @@
           rows:
           - {up_to: 512, method: sequential}
           - {up_to: 8192, method: pipeline, num_splits: 2, time_us: 101.5, sequential_us: 130.2}
+          fp8_rows:                   # the same for calls under an FP8 recipe; either of the two may be missing
+          - {up_to: 8192, method: sequential}
 """
 
 from __future__ import annotations
@@ -23,13 +25,19 @@ from tpoverlap.config.options import METHODS
 
 BY_TOKENS: Final = "by_tokens"
 
-_ENTRY_KEYS: Final = ("features", "width", "instead_of", "rows")
+_ROWS: Final = ("rows", "fp8_rows")
+_ENTRY_KEYS: Final = ("features", "width", "instead_of", *_ROWS)
 _ROW_KEYS: Final = ("up_to", "method", "num_splits", "aggregate", "time_us", "sequential_us", "overlap_us")
 _FIGURES: Final = ("time_us", "sequential_us", "overlap_us")
 
 LegalMethods = Callable[[str, bool], tuple[str, ...]]
 Fault = tuple[str, str]
 """(dotted path below ``by_tokens``, what is wrong there)."""
+
+
+def rows_key(fp8: bool) -> str:
+    """Of an entry: where its rows for calls with or without an FP8 recipe stand."""
+    return _ROWS[fp8]
 
 
 def faults(section: Any, legal_methods: LegalMethods) -> Iterator[Fault]:
@@ -53,9 +61,13 @@ def _faults_of_entry(name: str, entry: Mapping[Any, Any], legal_methods: LegalMe
             yield f"{name}.{key}", f"must be a whole number of at least 1, got {entry.get(key)!r}"
     if entry.get("instead_of") not in (None, *METHODS):
         yield f"{name}.instead_of", f"must be the method that the file gives {name}, got {entry['instead_of']!r}"
-    rows = entry.get("rows")
+    for key in [key for key in _ROWS if key in entry] or _ROWS[:1]:
+        yield from _faults_of_rows(name, key, entry.get(key), legal_methods)
+
+
+def _faults_of_rows(name: str, key: str, rows: Any, legal_methods: LegalMethods) -> Iterator[Fault]:
     if not isinstance(rows, list) or not rows:
-        yield f"{name}.rows", "must be a list with at least one row"
+        yield f"{name}.{key}", "must be a list with at least one row"
         return
     known = KNOWN_NAMES.get(name)
     # Under a name of the twelve the direction is fixed; a user's own may run either way.
@@ -63,7 +75,7 @@ def _faults_of_entry(name: str, entry: Mapping[Any, Any], legal_methods: LegalMe
     legal = {"sequential"} | {method for scatter in directions for method in legal_methods(name, scatter)}
     last = 0
     for index, row in enumerate(rows):
-        where = f"{name}.rows[{index}]"
+        where = f"{name}.{key}[{index}]"
         if not isinstance(row, Mapping):
             yield where, f"must be a mapping with {', '.join(_ROW_KEYS)}"
             return

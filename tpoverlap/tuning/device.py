@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +58,37 @@ class OneKernel:
 
 
 @dataclass(frozen=True)
+class Fp8Rates:
+    """What FP8 changes; everything else is the device's.
+
+    ``gemm``: as in the device, of FP8 operands; ``pass_over``: of one kernel that quantises, packs or turns a tensor,
+    by the bytes that it reads and writes; ``host_us``: of such a kernel's launch; ``fused``, ``one_launch``: None
+    where that method has not been timed in FP8, and then nobody chooses it; ``source``: what was measured, and what was
+    not; ``error``: as the device's.
+    """
+
+    gemm: GemmRates
+    pass_over: Rate
+    host_us: float
+    source: str
+    fused: OneKernel | None = None
+    one_launch: OneKernel | None = None
+    error: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Fp8Rates:
+        """The inverse of ``asdict``; raises KeyError, TypeError or ValueError for anything else."""
+        values = dict(data)
+        values["gemm"] = GemmRates(**{key: float(value) for key, value in values["gemm"].items()})
+        values["pass_over"] = Rate(**{key: float(value) for key, value in values["pass_over"].items()})
+        for key in ("fused", "one_launch"):
+            form = values.get(key)
+            values[key] = None if form is None else OneKernel(**{part: float(value) for part, value in form.items()})
+        values |= {"host_us": float(values["host_us"]), "error": dict(values.get("error", {}))}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
 class DeviceModel:
     """One kind of device and the links between several of them.
 
@@ -75,6 +106,7 @@ class DeviceModel:
             torch's GEMM and the library's collective.
         match: capability, multiprocessors and range of memory by which ``recognise`` knows it.
         error: of the calibration, as `benchmarks/calibrate.py` wrote it; empty for an estimate.
+        fp8: None where there are no FP8 tensor cores, or nothing is known about them.
     """
 
     name: str
@@ -95,11 +127,31 @@ class DeviceModel:
     host_us: Mapping[str, float]
     match: Mapping[str, Any] = field(default_factory=dict)
     error: Mapping[str, Any] = field(default_factory=dict)
+    fp8: Fp8Rates | None = None
 
     @property
     def is_measured(self) -> bool:
         """Whether its numbers were fitted to measurements on such a device."""
         return self.basis == MEASURED
+
+    @cached_property
+    def in_fp8(self) -> DeviceModel:
+        """The same device whose GEMMs read FP8.
+
+        Raises:
+            ConfigError: nothing is known about FP8 on it.
+        """
+        if self.fp8 is None:
+            raise ConfigError(
+                f"the cost model knows no FP8 on {self.name}; known there: "
+                f"{', '.join(name for name in known_devices() if load_device(name).fp8) or 'nowhere'}"
+            )
+        return replace(
+            self,
+            gemm=self.fp8.gemm,
+            fused=self.fp8.fused or self.fused,
+            one_launch=self.fp8.one_launch or self.one_launch,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a file or a plan."""
@@ -125,16 +177,15 @@ class DeviceModel:
                 values[key] = int(values[key])
             values["host_us"] = {str(key): float(value) for key, value in dict(values["host_us"]).items()}
             values |= {key: dict(values.get(key, {})) for key in ("match", "error")}
+            values["fp8"] = None if values.get("fp8") is None else Fp8Rates.from_dict(values["fp8"])
             device = cls(**values)
             _require_finite(device)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             names = ", ".join(one.name for one in fields(cls))
             raise ConfigError(f"these are not the parameters of a device: {error}; it has {names}") from error
-        if (
-            device.multiprocessors < 1
-            or not min(device.copy.gb_s, device.gather.gb_s, device.scatter.gb_s, device.add.gb_s, device.memory_gb_s)
-            > 0
-        ):
+        rates = [device.copy, device.gather, device.scatter, device.add]
+        rates += [] if device.fp8 is None else [device.fp8.pass_over]
+        if device.multiprocessors < 1 or not min(*(rate.gb_s for rate in rates), device.memory_gb_s) > 0:
             raise ConfigError(f"device {device.name!r}: counts and rates must be positive")
         return device
 
@@ -143,6 +194,9 @@ def _require_finite(device: DeviceModel) -> None:
     """Raise ValueError for a number that is none, or so large that arithmetic with it fails."""
     kernels = (device.fused, device.one_launch)
     parts = [asdict(part) for part in (device.gemm, device.copy, device.gather, device.scatter, device.add, *kernels)]
+    if device.fp8 is not None:
+        known = (device.fp8.gemm, device.fp8.pass_over, device.fp8.fused, device.fp8.one_launch)
+        parts += [*(asdict(part) for part in known if part is not None), {"fp8 host_us": device.fp8.host_us}]
     for values in (*parts, dict(device.host_us), {"step_us": device.step_us, "hop_us": device.hop_us}):
         for key, value in values.items():
             if not 0.0 <= value < _TOO_LARGE:

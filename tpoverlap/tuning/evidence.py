@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpoverlap.config import legal_methods
-from tpoverlap.config.by_tokens import faults
+from tpoverlap.config.by_tokens import faults, rows_key
 from tpoverlap.errors import ConfigError
 from tpoverlap.tuning.by_tokens import ByTokens, Row
 from tpoverlap.tuning.device import DeviceModel
@@ -20,9 +20,10 @@ from tpoverlap.tuning.problem import Problem
 
 def entry_key(problem: Problem) -> str:
     """What a measurement is filed under: everything of ``problem`` but T."""
+    fp8 = (" fp8 rows" if problem.is_packed else " fp8") if problem.fp8 else ""
     return (
         f"{problem.kind} width {problem.width} features {problem.features} R {problem.tp_size} "
-        f"itemsize {problem.itemsize_bytes}"
+        f"itemsize {problem.itemsize_bytes}{fp8}"
     )
 
 
@@ -55,8 +56,9 @@ class Evidence:
             fixed: options that somebody wrote; a measured row that contradicts them is of no use.
         """
         entry = self.section.get(name)
-        if entry is not None and (entry["features"], entry["width"]) == (problem.features, problem.width):
-            found = self._usable(entry["rows"], problem, legal, {}, "by_tokens", "the tpoverlap: section of ub_cfgs")
+        rows = None if entry is None else entry.get(rows_key(problem.fp8))
+        if rows and entry is not None and (entry["features"], entry["width"]) == (problem.features, problem.width):
+            found = self._usable(rows, problem, legal, {}, "by_tokens", "the tpoverlap: section of ub_cfgs")
             if found is not None:
                 return found
         measured = self.cached.get(entry_key(problem))
@@ -64,7 +66,9 @@ class Evidence:
             found = self._usable(measured, problem, legal, fixed, "tuned cache", self.cache_basis)
             if found is not None:
                 return found
-        return None if self.device is None else estimated_table(self.device, problem, max_tokens, legal, fixed)
+        if self.device is None or (problem.fp8 and self.device.fp8 is None):
+            return None
+        return estimated_table(self.device, problem, max_tokens, legal, fixed)
 
     @staticmethod
     def _usable(
@@ -103,7 +107,13 @@ class Evidence:
                 raise ConfigError(f"plan= has choices by T that mgr.plan() did not write: {where} {what}")
             device = None if data["device"] is None else DeviceModel.from_dict(data["device"])
             evidence = cls(data["section"], data["cached"], device, data["cache_basis"], "the plan has none")
-            for rows in (*evidence.cached.values(), *(entry["rows"] for entry in evidence.section.values())):
+            sections = [
+                entry[key]
+                for entry in evidence.section.values()
+                for key in map(rows_key, (False, True))
+                if key in entry
+            ]
+            for rows in (*evidence.cached.values(), *sections):
                 ByTokens(tuple(Row.from_dict(row) for row in rows), "plan")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"plan= has choices by T that mgr.plan() did not write: {error!r}") from error

@@ -1,6 +1,7 @@
 """Time of a GEMM by shape: waves of tiles over the multiprocessors, never below what the memory allows.
 
-The tiles are those a library chooses between; it is assumed to choose well. Non-decreasing in every argument.
+The tiles are those a library chooses between; it is assumed to choose well. Non-decreasing in every argument. Of FP8
+GEMMs ask `DeviceModel.in_fp8`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ _TILES: Final = ((128, 256), (256, 128), (128, 128), (64, 256), (128, 64), (64, 
 _FLOAT32_FACTOR: Final = 2.0  # float32 inputs take TF32 at best: half the rate
 
 
-def gemm_time_us(device: DeviceModel, rows: int, columns: int, inner: int, itemsize_bytes: int = 2) -> float:
-    """Microseconds of [rows, inner] x [inner, columns], launch included; 0 for an empty one."""
-    time_us = cool_time_us(device, rows, columns, inner, itemsize_bytes)
+def gemm_time_us(
+    device: DeviceModel, rows: int, columns: int, inner: int, itemsize_bytes: int = 2, result_bytes: int | None = None
+) -> float:
+    """Microseconds of [rows, inner] x [inner, columns], launch included; 0 for an empty one.
+
+    ``itemsize_bytes``: of an element of the operands. ``result_bytes``: of one of the result; None: as many.
+    """
+    time_us = cool_time_us(device, rows, columns, inner, itemsize_bytes, result_bytes)
     return time_us * slowdown(device, time_us)
 
 
-def cool_time_us(device: DeviceModel, rows: int, columns: int, inner: int, itemsize_bytes: int = 2) -> float:
+def cool_time_us(
+    device: DeviceModel, rows: int, columns: int, inner: int, itemsize_bytes: int = 2, result_bytes: int | None = None
+) -> float:
     """The same at the clock of a short GEMM. Parts of a long one take this times the `slowdown` of the whole."""
     if min(rows, columns, inner) <= 0:
         return 0.0
@@ -32,7 +40,9 @@ def cool_time_us(device: DeviceModel, rows: int, columns: int, inner: int, items
     compute *= rates.tile_us_per_k * inner + rates.tile_fixed_us
     if itemsize_bytes > 2:
         compute *= _FLOAT32_FACTOR
-    memory = (rows * inner + inner * columns + rows * columns) * itemsize_bytes / device.memory_gb_s * 1e-3
+    moved = (rows * inner + inner * columns) * itemsize_bytes
+    moved += rows * columns * (itemsize_bytes if result_bytes is None else result_bytes)
+    memory = moved / device.memory_gb_s * 1e-3
     return rates.launch_us + max(compute, memory)
 
 

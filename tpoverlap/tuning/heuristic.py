@@ -9,7 +9,7 @@ from typing import Any, Final
 from tpoverlap.tuning.buckets import bucket_bounds, columns_of, samples
 from tpoverlap.tuning.by_tokens import ByTokens, Row, merged
 from tpoverlap.tuning.device import DeviceModel
-from tpoverlap.tuning.model import Candidate, candidates, estimate
+from tpoverlap.tuning.model import Candidate, candidates, estimate, methods_known
 from tpoverlap.tuning.problem import Problem
 
 WORTH_IT: Final = 0.99
@@ -60,8 +60,13 @@ def best_in_bucket(
 def estimated_table(
     device: DeviceModel, problem: Problem, max_tokens: int, legal: Sequence[str], fixed: Mapping[str, Any]
 ) -> ByTokens:
-    """A row for each bucket of ``problem`` (its T does not matter) up to ``max_tokens``."""
+    """A row for each bucket of ``problem`` (its T does not matter) up to ``max_tokens``.
+
+    Raises:
+        ConfigError: it is FP8, of which ``device`` knows nothing.
+    """
     rows: list[Row] = []
+    legal = methods_known(device, problem, legal)
     low = 0
     for high in bucket_bounds(columns_of(problem), device.multiprocessors, max_tokens):
         choice = candidates_within(problem.at(high), legal, fixed)
@@ -69,13 +74,16 @@ def estimated_table(
         overlap_us = min((estimate(device, problem.at(high), one).time_us for one in choice[1:]), default=None)
         rows.append(Row(high, candidate, time_us, sequential_us, overlap_us))
         low = high
-    return ByTokens(merged(rows), "cost model", basis_of(device, problem.tp_size))
+    return ByTokens(merged(rows), "cost model", basis_of(device, problem.tp_size, fp8=problem.fp8))
 
 
-def basis_of(device: DeviceModel, tp_size: int) -> str:
+def basis_of(device: DeviceModel, tp_size: int, *, fp8: bool = False) -> str:
     """Whether the figures come from measurements, and how far off they are."""
     if not device.is_measured:
         return f"estimates for {device.name}: nothing was measured on it"
+    if fp8:
+        beyond = f"; extrapolated to R = {tp_size}" if tp_size > 2 else ""
+        return f"an estimate from FP8 GEMMs and links measured on {device.name}, not from whole FP8 operations{beyond}"
     error = device.error.get("median_percent")
     off = f", median error {error} % on shapes left out" if error is not None else ""
     beyond = f"; extrapolated to R = {tp_size}" if tp_size > 2 else ""

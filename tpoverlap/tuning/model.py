@@ -2,13 +2,13 @@
 
 It follows the schedules of ``overlap/``: what a method sends when, and which GEMM waits for which chunk. All ranks are
 taken to start at the same time and to own the same number of rows. Where the launches take the processor longer than
-the device needs for the operation, they are the limit.
+the device needs for the operation, they are the limit. What FP8 adds is in ``quantising``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tpoverlap.fused_form import choose_form
@@ -16,6 +16,7 @@ from tpoverlap.pieces import multiplies_pieces
 from tpoverlap.tuning.device import DeviceModel, OneKernel
 from tpoverlap.tuning.gemm_time import cool_time_us, gemm_time_us, slowdown
 from tpoverlap.tuning.problem import Problem, pieces_of
+from tpoverlap.tuning.quantising import pack_us, quantise_host_us, quantise_us, unpack_us
 
 PLAIN: Final = "plain"
 """The baseline without this library, as `plain` estimates it; no method of ours."""
@@ -51,6 +52,7 @@ class Estimate:
 
     ``gemm_us``: its GEMM alone. ``exposed_us``: what the operation takes longer than that. ``device_us`` and
     ``host_us``: the device's work and the processor's, of which the longer one is the operation's time.
+    ``quantise_us``: of the device's work what makes FP8 of activations; no method hides it, so it is not exposed.
     """
 
     candidate: Candidate
@@ -58,6 +60,7 @@ class Estimate:
     gemm_us: float
     device_us: float
     host_us: float
+    quantise_us: float = 0.0
 
     @property
     def host_bound(self) -> bool:
@@ -72,7 +75,7 @@ class Estimate:
     @property
     def exposed_us(self) -> float:
         """Communication, launches and additions that the GEMM does not hide."""
-        return max(0.0, self.time_us - self.gemm_us)
+        return max(0.0, self.time_us - self.gemm_us - self.quantise_us)
 
 
 def candidates(problem: Problem, legal: Iterable[str]) -> tuple[Candidate, ...]:
@@ -94,24 +97,43 @@ def candidates(problem: Problem, legal: Iterable[str]) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
+def methods_known(device: DeviceModel, problem: Problem, legal: Iterable[str]) -> tuple[str, ...]:
+    """Those of ``legal`` that ``device`` says anything about: ``fused`` may be untimed in FP8."""
+    unknown = problem.fp8 and (device.fp8 is None or None in (device.fp8.fused, device.fp8.one_launch))
+    return tuple(method for method in legal if method != "fused" or not unknown)
+
+
 def estimate(device: DeviceModel, problem: Problem, candidate: Candidate, *, current: bool = True) -> Estimate:
-    """Time of ``problem`` by ``candidate`` on ``device``.
+    """Time of ``problem`` by ``candidate`` on ``device``. Raises ConfigError for FP8 where the device has none.
 
     ``current`` False: as other libraries and our first version have it. A ring's chunks travel whole, and sequential
     calls the group's collectives instead of pushing through the registered buffers.
     """
-    gemm_us = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
+    problem = problem.by(candidate.method)
+    device = device.in_fp8 if problem.fp8 else device
+    gemm_us, quantising_us = _gemm_us(device, problem), quantise_us(device, problem)
     if problem.tp_size == 1:
-        return Estimate(candidate, gemm_us, gemm_us, gemm_us, 0.0)
-    device_us = _device_us(device, problem, candidate, gemm_us, current)
-    host_us = _host_us(device, problem, candidate)
-    return _estimate(candidate, gemm_us, device_us, host_us)
+        return _estimate(candidate, gemm_us, gemm_us + quantising_us, 0.0, quantising_us)
+    # wgrad's operand is turned beside the scatter, as its GEMM runs; everything else comes before the operation
+    beside_us = quantising_us if problem.kind == "beside-scatter" else 0.0
+    device_us = _device_us(device, problem, candidate, gemm_us + beside_us, current) + quantising_us - beside_us
+    host_us = _host_us(device, problem, candidate) + quantise_host_us(device, problem)
+    return _estimate(candidate, gemm_us, device_us, host_us, quantising_us)
 
 
-def _estimate(candidate: Candidate, gemm_us: float, device_us: float, host_us: float) -> Estimate:
+def gemm_alone_us(device: DeviceModel, problem: Problem) -> float:
+    """Its GEMM, operands in memory as it reads them."""
+    return _gemm_us(device.in_fp8 if problem.fp8 else device, problem)
+
+
+def _gemm_us(device: DeviceModel, problem: Problem) -> float:
+    return gemm_time_us(device, *problem.gemm_shape, problem.operand_bytes, problem.itemsize_bytes)
+
+
+def _estimate(candidate: Candidate, gemm_us: float, device_us: float, host_us: float, quantising_us: float) -> Estimate:
     # A tenth of a microsecond, so that no two machines differ over the last bit of a logarithm.
     gemm_us, device_us, host_us = round(gemm_us, 1), round(device_us, 1), round(host_us, 1)
-    return Estimate(candidate, max(device_us, host_us), gemm_us, device_us, host_us)
+    return Estimate(candidate, max(device_us, host_us), gemm_us, device_us, host_us, round(quantising_us, 1))
 
 
 def collective_us(device: DeviceModel, problem: Problem) -> float:
@@ -125,12 +147,19 @@ def collective_us(device: DeviceModel, problem: Problem) -> float:
 def plain(device: DeviceModel, problem: Problem) -> Estimate:
     """The operation without this library: torch's GEMM and the group's collective (cuBLAS and NCCL) in turn.
 
-    Their launches cost the processor less than those of our own ``sequential``.
+    Their launches cost the processor less than those of our own ``sequential``. In FP8 they move what we move, but sums
+    always wide, and exchange magnitudes by another collective, whose launch is taken to cost what the other two do.
     """
-    gemm_us = gemm_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
-    device_us = gemm_us + (collective_us(device, problem) if problem.tp_size > 1 else 0.0)
+    problem = problem.by(PLAIN)
+    device = device.in_fp8 if problem.fp8 else device
+    alone = problem.tp_size == 1
+    gemm_us, quantising_us = _gemm_us(device, problem), quantise_us(device, problem, device.gather.latency_us)
+    device_us = gemm_us + quantising_us + (0.0 if alone else collective_us(device, problem))
     host_us = device.host_us.get(PLAIN, 0.0)
-    return _estimate(Candidate(PLAIN), gemm_us, device_us, host_us)
+    if problem.fp8:
+        launches = replace(device, host_us={**device.host_us, "ag sequential": host_us}) if device.host_us else device
+        host_us += quantise_host_us(launches, problem)
+    return _estimate(Candidate(PLAIN), gemm_us, device_us, host_us, quantising_us)
 
 
 def transfer_us(device: DeviceModel, problem: Problem) -> float:
@@ -196,6 +225,7 @@ def _ring_scatter_us(device: DeviceModel, problem: Problem, pieces: int) -> floa
     """
     rows = -(-problem.rows_per_rank // pieces)
     gemm = _part_us(device, problem, rows, problem.width, problem.features)
+    gemm += pack_us(device, problem, rows, problem.width)
     push_us = problem.chunk_bytes / pieces / device.copy.gb_s * 1e-3
     link = 0.0
     arrivals = []
@@ -203,8 +233,10 @@ def _ring_scatter_us(device: DeviceModel, problem: Problem, pieces: int) -> floa
         link = max(link, step * gemm) + push_us
         arrivals.append(link + device.copy.latency_us)
     free = (problem.tp_size - 1) * pieces * gemm
-    if pieces == 1:
-        return max(free + gemm, arrivals[-1]) + device.step_us + _add_us(device, problem)
+    if pieces == 1 or problem.fp8:  # FP8 GEMMs cannot add to what is there: own rows as a whole, then a sum
+        own = _part_us(device, problem, problem.rows_per_rank, problem.width, problem.features)
+        own += pack_us(device, problem, problem.rows_per_rank, problem.width)
+        return max(free + own, arrivals[-1]) + device.step_us + _add_us(device, problem)
     for arrived in arrivals:
         free = max(free, arrived) + gemm + device.step_us
     return free
@@ -214,6 +246,7 @@ def _pipeline_us(device: DeviceModel, problem: Problem, num_splits: int) -> floa
     """The GEMM cut along its columns; every piece travels while the next computes, the last one is exposed."""
     columns = -(-problem.width // num_splits)
     gemm = _part_us(device, problem, problem.num_tokens, columns, problem.features)
+    gemm += pack_us(device, problem, problem.num_tokens, columns)
     push_us = problem.bytes_sent / num_splits / device.copy.gb_s * 1e-3
     link = 0.0
     for piece in range(1, num_splits + 1):
@@ -224,12 +257,16 @@ def _pipeline_us(device: DeviceModel, problem: Problem, num_splits: int) -> floa
 
 def _part_us(device: DeviceModel, problem: Problem, rows: int, columns: int, inner: int) -> float:
     """A part of the problem's GEMM: shorter, but at the clock of the whole."""
-    whole = cool_time_us(device, *problem.gemm_shape, problem.itemsize_bytes)
-    return cool_time_us(device, rows, columns, inner, problem.itemsize_bytes) * slowdown(device, whole)
+    sizes = problem.operand_bytes, problem.itemsize_bytes
+    whole = cool_time_us(device, *problem.gemm_shape, *sizes)
+    return cool_time_us(device, rows, columns, inner, *sizes) * slowdown(device, whole)
 
 
 def _add_us(device: DeviceModel, problem: Problem) -> float:
-    """Sum of R blocks of a rank's rows: R reads and a write."""
+    """Sum of R blocks of a rank's rows: R reads and a write. Packed blocks become float32 first."""
+    if problem.is_packed:
+        summed = problem.rows_per_rank * problem.width * (4 * problem.tp_size + problem.itemsize_bytes)
+        return unpack_us(device, problem) + device.add.time_us(summed)
     return device.add.time_us((problem.tp_size + 1) * problem.chunk_bytes) if problem.is_scatter else 0.0
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
+from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.pieces import gather_piece_rows, scatter_piece_rows
 from tpoverlap.tokens import TokenPartition
 
 Kind = Literal["gather", "scatter", "beside-gather", "beside-scatter"]
 """gather: all-gather, then its GEMM · scatter: GEMM, then reduce-scatter · beside-...: next to an independent GEMM."""
+
+
+ROW_SCALE_BYTES: Final = 4
+"""Behind each row of ``fp8_buf``: its scale."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,9 @@ class Problem:
         width: H, columns of what is communicated.
         features: the GEMM's sharded side on this rank: its output for ``gather``, its input for ``scatter``.
         tp_size: R.
-        itemsize_bytes: of one element, 2 for bfloat16.
+        itemsize_bytes: of one element, 2 for bfloat16; in FP8 of what layers hand in and get.
+        fp8: the GEMM's operands are FP8, under per-tensor current scaling, and gathered rows travel like that.
+        fp8_buf: so do a reduce-scatter's, each with its scale, under the methods that can.
     """
 
     kind: Kind
@@ -31,6 +38,8 @@ class Problem:
     features: int
     tp_size: int
     itemsize_bytes: int = 2
+    fp8: bool = False
+    fp8_buf: bool = False
 
     @property
     def is_scatter(self) -> bool:
@@ -57,9 +66,24 @@ class Problem:
         return -(-self.num_tokens // self.tp_size)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether sums travel as FP8 rows with their scales."""
+        return self.fp8 and self.fp8_buf and self.kind == "scatter"
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of one element of what the GEMM reads."""
+        return 1 if self.fp8 else self.itemsize_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of one element of what travels."""
+        return 1 if self.is_packed or (self.fp8 and not self.is_scatter) else self.itemsize_bytes
+
+    @property
     def chunk_bytes(self) -> int:
-        """Of the rows of one rank."""
-        return self.rows_per_rank * self.width * self.itemsize_bytes
+        """Of the rows of one rank, as they travel."""
+        return self.rows_per_rank * (self.width * self.moved_bytes + (ROW_SCALE_BYTES if self.is_packed else 0))
 
     @property
     def bytes_sent(self) -> int:
@@ -70,10 +94,14 @@ class Problem:
         """The same with another T."""
         return replace(self, num_tokens=num_tokens)
 
+    def by(self, method: str) -> Problem:
+        """The same as ``method`` does it: not every one packs the rows of a reduce-scatter."""
+        return replace(self, fp8_buf=False) if self.is_packed and method not in FP8_SCATTERS else self
+
 
 def pieces_of(problem: Problem) -> int:
     """Pieces into which ring_exchange cuts a chunk; 1 where it travels whole."""
     partition = TokenPartition.balanced(problem.num_tokens, problem.tp_size)
     rule = scatter_piece_rows if problem.kind == "scatter" else gather_piece_rows
-    rows = rule(partition, problem.width, problem.itemsize_bytes)
+    rows = rule(partition, problem.width, problem.moved_bytes)
     return 1 if rows is None else -(-partition.max_count // rows)

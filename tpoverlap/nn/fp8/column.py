@@ -58,8 +58,14 @@ class Fp8ColumnLinear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = [w for w in parameters[:num_weights] if w is not None], parameters[num_weights:]
         needs_x, needs_weights = ctx.needs_input_grad[4], any(ctx.needs_input_grad[6 : 6 + num_weights])
-        # Evidence about methods by T is measured in other dtypes: no features, so that it is not asked.
-        operation = layer.manager.operation(layer.fprop, partition, scatter=False, detail=agreed_detail())
+        operation = layer.manager.operation(
+            layer.fprop,
+            partition,
+            scatter=False,
+            features=sum([weight.shape[0] for weight in weights]),
+            detail=agreed_detail(),
+            fp8=True,
+        )
         operation = gather_operation(operation, fp8.input)
         quantised = [fp8.quantized_weight(index, weight, transposes=needs_x) for index, weight in enumerate(weights)]
         shard = QuantizedShard(operation, fp8.input, x_shard_t, record=fp8.training)
@@ -148,7 +154,7 @@ class _Backward(ColumnBackward):
 
     def _operation(self, communicator: CommOverlap, *, scatter: bool, beside: bool = False) -> OperationContext:
         operation: OperationContext = self._manager.operation(
-            communicator, self.partition, scatter=scatter, beside=beside
+            communicator, self.partition, scatter=scatter, beside=beside, features=self.features, fp8=True
         )
         return operation if scatter else gather_operation(operation, self.fp8.input)
 

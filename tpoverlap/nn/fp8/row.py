@@ -47,7 +47,7 @@ class Fp8RowLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[3:5]
-        operation = layer.manager.operation(layer.fprop, partition, scatter=True)
+        operation = layer.manager.operation(layer.fprop, partition, scatter=True, features=x.shape[1], fp8=True)
         quantised_x = fp8.input.local(x.detach(), record=fp8.training, transposes=needs_weight)
         quantised = fp8.quantized_weight(0, weight, transposes=needs_x)
         gemm = ScaledPartialGemm(terms=[(quantised_x, quantised.weight)], bias=bias, fast_accumulation=True)
@@ -55,6 +55,7 @@ class Fp8RowLinear(torch.autograd.Function):
         gemm_then_scatter(*scatter_operation(operation, gemm, fp8.input.dtype), out)
         ctx.layer, ctx.partition, ctx.fp8, ctx.training, ctx.x_dtype = layer, partition, fp8, fp8.training, x.dtype
         ctx.parameters = (weight,) if grads_of(layer).needs_parameters else ()
+        ctx.features = x.shape[1]  # T enters the choice of method by this shape
         kept = quantised_x.data if quantised_x.columns is None else quantised_x.columns
         saved = [kept, quantised_x.scale] if needs_weight else []
         saved += [quantised.transposed.data, quantised.transposed.scale] if needs_x else []
@@ -75,7 +76,7 @@ class Fp8RowLinear(torch.autograd.Function):
         weight_grads: list[torch.Tensor | None] = [None] if needs_weight else policy.skip(1)
         if needs_x or needs_weight:
             quantizer = fp8.quantizer("grad")
-            operation = layer.manager.operation(layer.dgrad, partition, scatter=False)
+            operation = layer.manager.operation(layer.dgrad, partition, scatter=False, features=ctx.features, fp8=True)
             operation = gather_operation(operation, quantizer)
             shard = QuantizedShard(operation, quantizer, y_grad_shard_t, record=ctx.training)
 
