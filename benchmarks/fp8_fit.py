@@ -209,8 +209,8 @@ def source_of(seen: Sequence[Seen]) -> str:
     """What a reader should know about where the numbers come from."""
     files = ", ".join(sorted({one.source for one in seen}))
     return (
-        f"GEMMs and kernels fitted by benchmarks/calibrate.py to {files}; whole operations were not timed: they are put "
-        "together of these and of what bfloat16 takes for links and launches"
+        f"GEMMs and kernels fitted by benchmarks/calibrate.py to {files}; whole operations were not timed: they are "
+        "put together of these and of what bfloat16 takes for links and launches"
     )
 
 

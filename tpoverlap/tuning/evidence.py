@@ -107,12 +107,8 @@ class Evidence:
                 raise ConfigError(f"plan= has choices by T that mgr.plan() did not write: {where} {what}")
             device = None if data["device"] is None else DeviceModel.from_dict(data["device"])
             evidence = cls(data["section"], data["cached"], device, data["cache_basis"], "the plan has none")
-            sections = [
-                entry[key]
-                for entry in evidence.section.values()
-                for key in map(rows_key, (False, True))
-                if key in entry
-            ]
+            entries = evidence.section.values()
+            sections = [entry[rows_key(fp8)] for entry in entries for fp8 in (False, True) if rows_key(fp8) in entry]
             for rows in (*evidence.cached.values(), *sections):
                 ByTokens(tuple(Row.from_dict(row) for row in rows), "plan")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
