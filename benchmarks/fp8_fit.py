@@ -19,6 +19,7 @@ from benchmarks.observations import RESULTS
 from tpoverlap.tuning import DeviceModel, Problem
 from tpoverlap.tuning.device import Fp8Rates, GemmRates, Rate
 from tpoverlap.tuning.model import gemm_alone_us
+from tpoverlap.tuning.quantising import MAXIMA_BYTES
 
 START: Final = Fp8Rates(GemmRates(3.5, 0.0055, 1.8, 0.1, 0.9, 0.1), Rate(2.5, 3400.0), 30.0, "")
 
@@ -36,7 +37,9 @@ PASSES: Final = {
     "pack": (3,),
     "unpack": (5,),
 }
-"""Of `gemm_alone`'s: bytes an element of each kernel that it launches."""
+"""Of `gemm_alone`'s: bytes an element of each kernel that it launches. ``measure`` has one more, over the maxima."""
+_HOST_ROWS: Final = 64
+"""Up to so many rows, one kernel takes the processor longer than the device: then its eager time is the former's."""
 _KERNELS: Final = {
     **{"amax": 2, "quantize": 3, "quantize and transpose": 4},
     **{"transpose": 2, "pack rows": 3, "unpack rows": 5},
@@ -74,6 +77,12 @@ def read_fp8(folder: Path = RESULTS, gpu: str = "H200") -> tuple[list[Seen], lis
             continue
         if _is_gemm_alone(data):
             seen += [one for row in data["rows"] for one in _gemm_alone(path.name, row)]
+            hosts += [
+                row["times"][name]["eager_us"]
+                for row in data["rows"]
+                for name in ("by maxima", "transpose", "pack", "unpack")
+                if row["kind"] == "quantise" and row["sizes"][0] <= _HOST_ROWS and name in row["times"]
+            ]
         elif "kernels" in data and "gemms" in data and "row_wise" in data:
             seen += _fp8_kernels(path.name, data)
             hosts += [row["host_us"] for row in data["kernels"] if row["operation"] in _KERNELS]
@@ -94,6 +103,7 @@ def _gemm_alone(source: str, row: dict[str, Any]) -> list[Seen]:
         if kind == "quantise" and name in PASSES:
             elements = sizes[0] * sizes[1]
             passes = tuple(each * elements for each in PASSES[name])
+            passes += (MAXIMA_BYTES,) if name == "measure" else ()
             found.append(Seen(source, name, time_us, sizes[1:], passes=passes))
         elif (kind, name) in GEMMS:
             tokens, k, n = sizes
@@ -196,11 +206,11 @@ def fp8_errors(rows: Sequence[tuple[Seen, float]]) -> dict[str, Any]:
     }
 
 
-def calibrate_fp8(device: DeviceModel) -> tuple[DeviceModel, list[tuple[Seen, float]]]:
-    """``device`` with FP8's part, its error in it; and the rows behind that error."""
-    seen, hosts = read_fp8()
-    fitted = fit_fp8(device, seen, round(median(hosts), 1))
-    rows = cross_validate_fp8(device, seen)
+def calibrate_fp8(device: DeviceModel, folder: Path = RESULTS) -> tuple[DeviceModel, list[tuple[Seen, float]]]:
+    """``device`` with FP8's part, fitted anew, its error in it; and the rows behind that error."""
+    seen, hosts = read_fp8(folder)
+    fitted = fit_fp8(replace(device, fp8=None), seen, round(median(hosts), 1))
+    rows = cross_validate_fp8(replace(device, fp8=None), seen)
     assert fitted.fp8 is not None
     return replace(fitted, fp8=replace(fitted.fp8, source=source_of(seen), error=fp8_errors(rows))), rows
 

@@ -4,6 +4,7 @@
 ``device``, ``devices/``  parameters of one kind of device, with their source
 ``problem``               what one operation computes and moves
 ``gemm_time``, ``model``  time of a GEMM, and of an operation by every method
+``quantising``            what FP8 adds to it
 ``buckets``               where a bucket of T ends
 ``by_tokens``             the method of one operation for every T: a look-up
 ``heuristic``             such a table from the cost model
@@ -19,7 +20,16 @@ from tpoverlap.tuning.device import DeviceModel, known_devices, load_device, rec
 from tpoverlap.tuning.evidence import Evidence, entry_key
 from tpoverlap.tuning.gemm_time import gemm_time_us
 from tpoverlap.tuning.heuristic import basis_of, best_in_bucket, break_even, candidates_within, estimated_table
-from tpoverlap.tuning.model import Candidate, Estimate, candidates, collective_us, estimate, plain, transfer_us
+from tpoverlap.tuning.model import (
+    Candidate,
+    Estimate,
+    candidates,
+    collective_us,
+    estimate,
+    methods_known,
+    plain,
+    transfer_us,
+)
 from tpoverlap.tuning.problem import Kind, Problem
 
 __all__ = [
@@ -48,6 +58,7 @@ __all__ = [
     "known_devices",
     "load_device",
     "merged",
+    "methods_known",
     "plain",
     "read_entries",
     "recognise",

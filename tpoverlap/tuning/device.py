@@ -143,8 +143,8 @@ class DeviceModel:
         """
         if self.fp8 is None:
             raise ConfigError(
-                f"the cost model knows no FP8 on {self.name}; known there: "
-                f"{', '.join(name for name in known_devices() if load_device(name).fp8) or 'nowhere'}"
+                f"the cost model knows no FP8 tensor cores on {self.name}; ask without FP8, or about "
+                f"{', '.join(name for name in known_devices() if load_device(name).fp8)}"
             )
         return replace(
             self,

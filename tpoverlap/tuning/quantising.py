@@ -16,10 +16,14 @@ Weights are not counted here: they are quantised once a forward or once a versio
 
 from __future__ import annotations
 
+from typing import Final
+
 from tpoverlap.tuning.device import DeviceModel, Fp8Rates
 from tpoverlap.tuning.problem import Problem
 
-_KERNELS = {"gather": 2, "scatter": 2, "beside-gather": 2, "beside-scatter": 1}
+MAXIMA_BYTES: Final = 2048
+"""What a magnitude that leaves this rank is put together of, in one more kernel: some hundred parts' maxima."""
+_KERNELS: Final = {"gather": 3, "scatter": 2, "beside-gather": 2, "beside-scatter": 1}
 
 
 def quantise_us(device: DeviceModel, problem: Problem, exchange_us: float | None = None) -> float:
@@ -36,7 +40,7 @@ def quantise_us(device: DeviceModel, problem: Problem, exchange_us: float | None
             exchange_us = 0.0
         elif exchange_us is None:
             exchange_us = device.copy.latency_us + device.step_us
-        return _pass_us(rates, 2, own) + exchange_us + _pass_us(rates, 3, own)
+        return _pass_us(rates, 2, own) + _pass_us(rates, 1, MAXIMA_BYTES) + exchange_us + _pass_us(rates, 3, own)
     if problem.kind == "beside-scatter":
         return _pass_us(rates, 2, moved)
     return both_ways_us(rates, problem.num_tokens * problem.features)

@@ -30,7 +30,8 @@ _PLOT_POINTS = 40
 @click.option("--gated", is_flag=True, help="fc1 computes a gate as well (SwiGLU): twice the columns.")
 @click.option("--capacity", "capacity_tokens", type=_SIZE, help="C, what padding pads to; default the largest T.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
-@click.option("--fp8", is_flag=True, help="Refused: FP8 is not calibrated yet.")
+@click.option("--fp8", is_flag=True, help="Layers under an FP8 recipe (current scaling); --dtype is of the rest.")
+@click.option("--fp8-buf", is_flag=True, help="With --fp8: reduce-scatters move FP8 rows, as fp8_buf: true has it.")
 @click.option(
     "--topology", metavar="FILE|PRESET", help="doctor's --json, or hgx-8, gh200-x1, gh200-x2, gh200-x4, nvl72."
 )
@@ -56,6 +57,7 @@ def predict(
     gated: bool,
     dtype: str,
     fp8: bool,
+    fp8_buf: bool,
     topology: str | None,
     json_path: str | None,
     plot_path: str | None,
@@ -74,11 +76,7 @@ def predict(
     from tpoverlap.tuning.layer import LayerShape
 
     try:
-        if fp8:
-            raise ConfigError(
-                "--fp8 is not in the cost model: no FP8 results are in benchmarks/results; drop it for bf16"
-            )
-        layer = LayerShape(hidden, ffn, tp_size, heads, kv_heads, gated, dtype)
+        layer = LayerShape(hidden, ffn, tp_size, heads, kv_heads, gated, dtype, fp8, fp8_buf)
         for option, path in (("--json", json_path), ("--plot", plot_path)):
             if path not in (None, "-"):
                 require_writable(Path(str(path)), option)

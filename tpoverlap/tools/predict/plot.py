@@ -8,20 +8,21 @@ from tpoverlap.tools.predict.prediction import Prediction
 
 
 def draw(path: Path, answer: Prediction) -> None:
-    """Write a PNG with two panels. Expects a prediction at many T."""
+    """Write a PNG with two panels, of FP8 with a third one. Expects a prediction at many T."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # Figure and canvas by hand: pyplot would choose a back end for the whole process and keep the figure alive.
-    figure = Figure(figsize=(9.0, 4.5), layout="constrained")
+    kinds = [
+        ("gain_over_sequential", "over no overlap at the same T"),
+        ("gain_over_padding", f"over padding to C = {answer.capacity_tokens}"),
+    ]
+    if answer.layer.fp8:
+        kinds.append(("gain_over_wide", f"over {answer.layer.dtype} at the same T"))
+    figure = Figure(figsize=(4.5 * len(kinds), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2)
-    for axes, key, heading in zip(
-        panels,
-        ("gain_over_sequential", "gain_over_padding"),
-        ("over no overlap at the same T", f"over padding to C = {answer.capacity_tokens}"),
-        strict=True,
-    ):
+    panels = figure.subplots(1, len(kinds))
+    for axes, (key, heading) in zip(panels, kinds, strict=True):
         for gemm in answer.gemms:
             rows = sorted(gemm.rows, key=lambda row: row.tokens)
             axes.plot(
@@ -40,7 +41,7 @@ def draw(path: Path, answer: Prediction) -> None:
     panels[1].legend(fontsize="x-small", ncols=2)
     layer = answer.layer
     figure.suptitle(
-        f"{answer.label}: hidden {layer.hidden}, ffn {layer.ffn}, TP {layer.tp_size}, {layer.dtype}, "
+        f"{answer.label}: hidden {layer.hidden}, ffn {layer.ffn}, TP {layer.tp_size}, {layer.numbers}, "
         f"{answer.device.name}"
     )
     figure.savefig(path, dpi=120, format="png")

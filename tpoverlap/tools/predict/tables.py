@@ -20,7 +20,7 @@ def show(console: Console, answer: Prediction) -> None:
 
     layer = answer.layer
     title = (
-        f"{answer.label}: hidden {layer.hidden}, ffn {layer.ffn}, TP {layer.tp_size}, {layer.dtype} "
+        f"{answer.label}: hidden {layer.hidden}, ffn {layer.ffn}, TP {layer.tp_size}, {layer.numbers} "
         f"on {answer.device.name}, capacity {answer.capacity_tokens}"
     )
     table = Table(title=title, title_justify="left", pad_edge=False)
@@ -30,7 +30,9 @@ def show(console: Console, answer: Prediction) -> None:
         "best method",
         "us",
         "GEMM alone",
+        *(["quantising"] if layer.fp8 else []),
         "exposed",
+        *([layer.dtype, "gain"] if layer.fp8 else []),
         "NCCL",
         "gain",
         "our seq.",
@@ -60,6 +62,12 @@ def show(console: Console, answer: Prediction) -> None:
         console.print(
             "a gain over NCCL below 1: plain NCCL and cuBLAS are estimated to be faster than every method here"
         )
+    if layer.fp8:
+        console.print(
+            f"{layer.dtype}: the best method at the same T without FP8. quantising: of activations, in every call. "
+            "Weights are quantised once a forward, or once a version if they are cached; that is not in the table: "
+            + ", ".join(f"{gemm.name} {gemm.weight_us:.0f} us" for gemm in answer.gemms if gemm.weight_us)
+        )
     memory = answer.memory
     console.print(
         f"buffers: {_size(memory['symmetric_bytes'])} registered a rank, {_size(memory['staging_bytes'])} staging "
@@ -72,6 +80,12 @@ def show(console: Console, answer: Prediction) -> None:
     )
     for reason in answer.why:
         console.print(f"estimate, because {reason}")
+    if layer.fp8 and answer.device.fp8 is not None and (fp8 := answer.device.fp8.error):
+        console.print(
+            f"FP8 on {answer.device.name}: median error of GEMMs {fp8['gemm_median_percent']} % (nine in ten within "
+            f"{fp8['gemm_nine_in_ten_within_percent']} %) and of quantising {fp8['kernels_median_percent']} %, on "
+            "features and widths left out of the fit"
+        )
     error = answer.device.error
     if error:
         console.print(
@@ -96,7 +110,9 @@ def _cells(row: Row) -> list[str]:
         row.method + options,
         f"{row.time_us:.0f}" + "*" * row.host_bound,
         f"{row.gemm_us:.0f}",
+        *([] if row.wide_us is None else [f"{row.quantise_us:.0f}"]),
         f"{row.exposed_us:.0f}",
+        *([] if row.wide_us is None else [f"{row.wide_us:.0f}", f"{row.gain_over_wide:.2f}"]),
         f"{row.plain_us:.0f}",
         f"{row.gain_over_plain:.2f}",
         f"{row.sequential_us:.0f}",
