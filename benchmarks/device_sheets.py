@@ -113,8 +113,8 @@ def scaled(measured: DeviceModel, sheet: Sheet) -> DeviceModel:
             measured.fp8,
             gemm=of_peak(measured.fp8.gemm, sheet.fp8_tflops, base.fp8_tflops),
             pass_over=faster(measured.fp8.pass_over, memory),
-            source=f"FP8 of {base.name}, its GEMMs in proportion to the peaks of {sheet.fp8_tflops:g} and "
-            f"{base.fp8_tflops:g} TFLOP/s dense, its kernels to the memory's",
+            source=f"the GEMMs of {base.name} in proportion to the peaks of {sheet.fp8_tflops:g} and "
+            f"{base.fp8_tflops:g} TFLOP/s dense, its kernels in proportion to the memories' rates",
             error={},
         )
     return replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -16,6 +16,9 @@ from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from tpoverlap.communicator import CommOverlap
+
+UNDER_RECIPE: Final = "under an FP8 recipe"
+"""Begins the lines about layers with a recipe."""
 
 
 def explanation(
@@ -55,7 +58,7 @@ def _under_recipe(
     communicator: CommOverlap, decision: Decision, remark: str, tokens: int, size_bytes: int, dtype: torch.dtype
 ) -> list[str]:
     return [
-        f"  under an FP8 recipe: {_in_fp8(communicator, decision, tokens, size_bytes, dtype)}",
+        f"  {UNDER_RECIPE}: {_in_fp8(communicator, decision, tokens, size_bytes, dtype)}",
         f"    by {_method(decision)}, chosen by: {decision.source}: {decision.reason}",
         *([f"    by T: {remark}"] if remark else []),
     ]

@@ -58,10 +58,9 @@ class LayerItem:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Labels in order. FP8 operations do not ask what is known about T: there `AUTO` is the ring already."""
-        ring = () if self.is_fp8 else (RING_BULK, RING_RS)
+        """Labels in order."""
         padded = (PADDED,) if self.num_tokens < self.capacity_tokens else ()
-        return (AUTO, AUTO_RS, *ring, TWIN, *padded, COMPUTE_ONLY)
+        return (AUTO, AUTO_RS, RING_BULK, RING_RS, TWIN, *padded, COMPUTE_ONLY)
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON."""

@@ -9,6 +9,7 @@ import torch
 
 import tpoverlap as tpo
 from tpoverlap.config.rules import SUPPORTED
+from tpoverlap.explanation import UNDER_RECIPE
 from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.bench.job import Direction
 from tpoverlap.tools.bench.rows import GemmRow
@@ -128,9 +129,10 @@ class Methods:
         return lambda: cast("torch.Tensor", tpo.all_gather_gemm(x, weight, layer, partition=partition, fp8=fp8))
 
     def explain(self, label: str, row: GemmRow) -> str:
-        """What the manager says about this name at this T, for this row's GEMM."""
+        """What the manager says about this name at this T, for this row's GEMM; of an FP8 row about FP8 first."""
         name = f"{_layer_name(label, row.direction, row.width)}_fprop"
-        return self.manager.explain(name, row.num_tokens, None if row.is_fp8 else row.features)
+        text = self.manager.explain(name, row.num_tokens, row.features)
+        return text[text.index(UNDER_RECIPE) :] if row.is_fp8 else text
 
     def renew(self) -> None:
         """A new manager in place of one that a failed operation left unusable. Collective."""

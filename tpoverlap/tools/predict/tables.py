@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_WIDTH = 132
+_WIDTH, _FP8_WIDTH = 132, 160
 
 
 def show(console: Console, answer: Prediction) -> None:
@@ -47,7 +47,9 @@ def show(console: Console, answer: Prediction) -> None:
         for number, row in enumerate(gemm.rows):
             first = number == 0
             table.add_row(gemm.name if first else "", *_cells(row), pays if first else "")
-    console.width = max(console.width, _WIDTH)  # a pipe is 80 columns wide and would hide the figures
+    console.width = max(
+        console.width, _FP8_WIDTH if layer.fp8 else _WIDTH
+    )  # a pipe is 80 columns wide and would hide the figures
     console.print(table)
     if any(row.host_bound for gemm in answer.gemms for row in gemm.rows):
         console.print(
