@@ -159,7 +159,8 @@ class MethodTables:
             )
             return f"features {features}, up to T {ends}"
         written = self._config.explicit.get(communicator.name, {}).get("method")
-        if written not in (None, "auto") or communicator.name in self._planned or not communicator.registered:
+        planned = self._planned.get(communicator.name)
+        if not {written, planned} <= {None, "auto"} or not communicator.registered:
             return ""
         if self.evidence.is_empty:
             return self.evidence.why_no_device

@@ -35,6 +35,9 @@ def test_a_good_section_is_kept_whole(tmp_path: Any) -> None:
         (GOOD | {"width": "8"}, "by_tokens.fc2_fprop.width", "at least 1"),
         (GOOD | {"instead_of": "ring"}, "by_tokens.fc2_fprop.instead_of", "'ring'"),
         (GOOD | {"rows": []}, "by_tokens.fc2_fprop.rows", "at least one row"),
+        (GOOD | {"fp8_rows": []}, "by_tokens.fc2_fprop.fp8_rows", "at least one row"),
+        (GOOD | {"fp8_rows": [ROW, ROW]}, "by_tokens.fc2_fprop.fp8_rows[1].up_to", "above 8"),
+        ({"features": 4, "width": 8}, "by_tokens.fc2_fprop.rows", "at least one row"),
         (GOOD | {"rows": [5]}, "by_tokens.fc2_fprop.rows[0]", "must be a mapping"),
         (GOOD | {"rows": [ROW, ROW]}, "by_tokens.fc2_fprop.rows[1].up_to", "above 8"),
         (GOOD | {"rows": [ROW | {"up_to": 0}]}, "by_tokens.fc2_fprop.rows[0].up_to", "above 0"),
@@ -52,6 +55,12 @@ def test_faults(entry: Any, key: str, says: str) -> None:
     with pytest.raises(ConfigError, match="let tpoverlap tune write the section") as caught:
         resolve(config(entry), 2)
     assert says in str(caught.value)
+
+
+def test_rows_of_either_kind_are_enough() -> None:
+    for entry in (GOOD | {"fp8_rows": [ROW]}, {"features": 4, "width": 8, "fp8_rows": [ROW]}):
+        assert resolve(config(entry), 2).extras == config(entry)["tpoverlap"]
+    assert resolve(config(GOOD | {"fp8_rows": [ROW]}), 2).digest != resolve(config(GOOD), 2).digest
 
 
 def test_names() -> None:

@@ -49,6 +49,7 @@ def test_explain_counts_fp8_bytes(rank_pool: Pools) -> None:
             "fc2_fprop": "under an FP8 recipe: 448 bytes still, the sums move in float32: fp8_buf is false",
         }.items():
             assert says in texts[name], texts[name]
+            assert "chosen by" in texts[name].partition("under an FP8 recipe")[2], "FP8 is decided by itself"
     for texts in rank_pool(2).run(report_ranks.explanations, "auto", timeout_s=60.0):
         assert "FP8" not in texts["qkv_fprop"], "this manager has no such mode"
 

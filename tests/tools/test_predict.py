@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,46 @@ def test_plain_nccl_and_cublas_is_a_baseline_too() -> None:
     for direction in ("ag", "rs"):
         assert f"{direction} {by_kind[f'{direction} GEMM, then NCCL']} %" in shown
     assert "a gain over NCCL below 1" in shown and "NCCL ┃ gain" in shown, "not cut off in a pipe"
+
+
+def test_fp8() -> None:
+    arguments = ("--tp", "2", "--tokens", "256,8192", "--gpu", "h200", "--launches", "hidden")
+    wide, fp8, packed = answer(*arguments), answer(*arguments, "--fp8"), answer(*arguments, "--fp8", "--fp8-buf")
+    assert fp8["label"] == "estimate" and "whole operations were not timed" in " ".join(fp8["why"])
+    assert fp8["error_of_fp8"]["gemm_median_percent"] < 10.0 and wide["error_of_fp8"] == {}
+    scales = fp8["memory_bytes_a_rank"]["regions"].keys() - wide["memory_bytes_a_rank"]["regions"].keys()
+    assert scales == {"scales"} and fp8["memory_bytes_a_rank"]["symmetric_bytes"] > 0
+    for one, other in zip(wide["gemms"], fp8["gemms"], strict=True):
+        assert (other["weight_us"] > 10.0) == other["name"].endswith("_fprop"), "backward reads what forward made"
+        for without, row in zip(one["rows"], other["rows"], strict=True):
+            assert row["wide_us"] == without["time_us"] and without["wide_us"] is None
+            assert row["gain_over_wide"] == pytest.approx(row["wide_us"] / row["time_us"], abs=1e-3)
+            assert row["quantise_us"] > 0.0 == without["quantise_us"]
+            assert row["exposed_us"] == pytest.approx(row["time_us"] - row["gemm_us"] - row["quantise_us"], abs=0.11)
+        assert 0.48 < other["rows"][1]["gemm_us"] / one["rows"][1]["gemm_us"] < 0.62, (
+            "its tensor cores are twice as fast"
+        )
+        assert other["rows"][1]["method"] != "fused", "not timed in FP8"
+    same = [one["rows"] == other["rows"] for one, other in zip(fp8["gemms"], packed["gemms"], strict=True)]
+    assert not all(same) and sum(same) >= 8, "fp8_buf is about proj_fprop and fc2_fprop"
+    shown = " ".join(run(*LAYER, *arguments, "--fp8").output.split())
+    for text in (
+        "FP8 in bf16",
+        "quantising",
+        "estimate, because FP8: GEMMs and kernels",
+        "fc1_fprop",
+        "median error of GEMMs",
+    ):
+        assert text in shown, text
+
+
+def test_fp8_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = answer("--tp", "2", "--tokens", "4096", "--gpu", "b200", "--fp8")
+    assert any("the peaks of 4500 and 1979 TFLOP/s" in why for why in found["why"]), found["why"]
+    without = replace(load_device("h200"), fp8=None)
+    monkeypatch.setattr("tpoverlap.tuning.load_device", lambda _name: without)
+    result = run(*LAYER, "--tp", "2", "--tokens", "64", "--gpu", "h200", "--fp8")
+    assert result.exit_code == 2 and "knows no FP8 tensor cores on h200" in " ".join(result.output.split())
 
 
 def test_hidden_launches_leave_the_device_alone() -> None:
@@ -163,7 +204,11 @@ def test_tokens() -> None:
     ("arguments", "message"),
     [
         (("--gpu", "a100", "--tokens", "64"), "no device is called 'a100'"),
-        (("--gpu", "h200", "--tokens", "64", "--fp8"), "--fp8 is not in the cost model"),
+        (
+            ("--gpu", "h200", "--tokens", "64", "--fp8", "--dtype", "fp32"),
+            "fp8 with dtype fp32 is not in the cost model",
+        ),
+        (("--gpu", "h200", "--tokens", "64", "--fp8-buf"), "fp8_buf is about reduce-scatters of FP8 GEMMs"),
         (("--gpu", "h200", "--tokens", "9:3"), "give T, several"),
         (("--gpu", "h200", "--tokens", "512", "--capacity", "256"), "T=512 of --tokens is beyond --capacity 256"),
         (("--gpu", "h200", "--tokens", "512", "--json", "/nowhere/x.json"), "cannot write --json"),
@@ -179,6 +224,9 @@ def test_wrong_input_is_a_usage_error(arguments: tuple[str, ...], message: str) 
 def test_files_are_written(tmp_path: Path) -> None:
     arguments = ("--hidden", "4096", "--ffn", "14336", "--tp", "2", "--tokens", "64,4096", "--gpu", "h200")
     result = run(*arguments, "--json", str(tmp_path / "p.json"), "--plot", str(tmp_path / "p.png"))
+    assert run(*arguments, "--fp8", "--plot", str(tmp_path / "fp8.png")).exit_code == 0
+    widths = [int.from_bytes((tmp_path / name).read_bytes()[16:20], "big") for name in ("p.png", "fp8.png")]
+    assert widths[1] > widths[0], "a third panel: the gain over bf16"
     assert result.exit_code == 0, result.output
     assert len(json.loads((tmp_path / "p.json").read_text())["gemms"][0]["rows"]) == 2
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,30 @@ SECTION: dict[str, Any] = {
 
 def methods_at(manager: Any, tokens: int, *layers: tuple[str | None, str | None]) -> dict[str, str]:
     """Run the layers at T and return, by name, the one method that was counted."""
-    before = {name: dict(row) for name, row in manager.stats().items()}
     partition = TokenPartition.balanced(tokens, manager.tp_size)
     manager.set_active_shape(partition=partition)
-    for column, row in layers:
-        assert_right(manager, partition, column, row, backward=True)
+
+    def run() -> None:
+        for column, row in layers:
+            assert_right(manager, partition, column, row, backward=True)
+
+    return ran(manager, run)
+
+
+def ran(manager: Any, run: Callable[[], None]) -> dict[str, str]:
+    """By name, the one method that was counted while ``run`` ran."""
+    before = {name: dict(row) for name, row in manager.stats().items()}
+    run()
     found = {}
     for name, row_ in manager.stats().items():
-        ran = [
+        counted = [
             key.removeprefix("method_")
             for key, value in row_.items()
             if key.startswith("method_") and value > before.get(name, {}).get(key, 0)
         ]
-        if ran:
-            assert len(ran) == 1, (name, ran)
-            found[name] = ran[0]
+        if counted:
+            assert len(counted) == 1, (name, counted)
+            found[name] = counted[0]
     return found
 
 
