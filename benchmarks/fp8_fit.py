@@ -2,19 +2,21 @@
 
 Observations come from the files of ``benchmarks.gemm_alone`` and ``benchmarks.fp8_kernels`` in ``benchmarks/results``.
 In the error every (K, N) is left out in turn at all of its T, and every width of the kernels' tensors. Whole operations
-are not among them: their time is put together of these parts and of what the device's model says about links and waits.
+are not among them: their time is put together of these parts and of what the device's model says about links and waits
+(`benchmarks.fp8_operations` checks that, where there are any).
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from benchmarks.fp8_operations import fit_fused, operation_errors, read_operations
+from benchmarks.fp8_search import search
 from benchmarks.observations import RESULTS
 from tpoverlap.tuning import DeviceModel, Problem
 from tpoverlap.tuning.device import Fp8Rates, GemmRates, Rate
@@ -137,7 +139,7 @@ def fit_fp8(device: DeviceModel, seen: Sequence[Seen], host_us: float = START.ho
         rates = GemmRates(*values[:3], min(values[3], 0.9), min(values[4], 1.0), values[5])
         return replace(device, fp8=replace(device.fp8, gemm=rates))
 
-    device = _search(
+    device = search(
         with_gemm,
         (
             *(gemm.launch_us, gemm.tile_us_per_k, gemm.tile_fixed_us),
@@ -151,32 +153,7 @@ def fit_fp8(device: DeviceModel, seen: Sequence[Seen], host_us: float = START.ho
         return replace(device, fp8=replace(device.fp8, pass_over=Rate(values[0], values[1])))
 
     rate = start.pass_over
-    return _search(with_passes, (rate.latency_us, rate.gb_s), [one for one in seen if one.passes])
-
-
-def _search(
-    build: Callable[[Sequence[float]], DeviceModel], start: Sequence[float], seen: Sequence[Seen]
-) -> DeviceModel:
-    """`benchmarks.fit`'s pattern search on these observations."""
-
-    def loss(values: Sequence[float]) -> float:
-        device = build(values)
-        return sum(math.log(one.predict_us(device) / one.time_us) ** 2 for one in seen)
-
-    best, values, step = loss(start), list(start), 0.3
-    for _ in range(80 if seen else 0):
-        improved = False
-        for index in range(len(values)):
-            for factor in (1.0 + step, 1.0 / (1.0 + step)):
-                trial = [*values[:index], max(values[index] * factor, 1e-6), *values[index + 1 :]]
-                value = loss(trial)
-                if value < best:
-                    best, values, improved = value, trial, True
-        if not improved:
-            step /= 2
-            if step < 1e-3:
-                break
-    return build([float(f"{value:.4g}") for value in values])
+    return search(with_passes, (rate.latency_us, rate.gb_s), [one for one in seen if one.passes])
 
 
 def cross_validate_fp8(
@@ -209,19 +186,22 @@ def fp8_errors(rows: Sequence[tuple[Seen, float]]) -> dict[str, Any]:
 def calibrate_fp8(device: DeviceModel, folder: Path = RESULTS) -> tuple[DeviceModel, list[tuple[Seen, float]]]:
     """``device`` with FP8's part, fitted anew, its error in it; and the rows behind that error."""
     seen, hosts = read_fp8(folder)
-    fitted = fit_fp8(replace(device, fp8=None), seen, round(median(hosts), 1))
+    operations = read_operations(folder)
+    fitted = fit_fused(fit_fp8(replace(device, fp8=None), seen, round(median(hosts), 1)), operations)
     rows = cross_validate_fp8(replace(device, fp8=None), seen)
     assert fitted.fp8 is not None
-    return replace(fitted, fp8=replace(fitted.fp8, source=source_of(seen), error=fp8_errors(rows))), rows
+    error = fp8_errors(rows) | operation_errors(fitted, operations)
+    source = source_of([one.source for one in seen], [one.source for one in operations])
+    return replace(fitted, fp8=replace(fitted.fp8, source=source, error=error)), rows
 
 
-def source_of(seen: Sequence[Seen]) -> str:
-    """What a reader should know about where the numbers come from."""
-    files = ", ".join(sorted({one.source for one in seen}))
-    return (
-        f"GEMMs and kernels fitted by benchmarks/calibrate.py to {files}; whole operations were not timed: they are "
-        "put together of these and of what bfloat16 takes for links and launches"
-    )
+def source_of(parts: Sequence[str], operations: Sequence[str]) -> str:
+    """Where the numbers come from, in words; from the files of GEMMs and kernels, and of whole operations."""
+    fitted = f"GEMMs and kernels fitted by benchmarks/calibrate.py to {', '.join(sorted(set(parts)))}; "
+    together = "put together of these and of what bfloat16 takes for links and launches"
+    if not operations:
+        return f"{fitted}whole operations were not timed: they are {together}"
+    return f"{fitted}whole operations are {together}, which was checked by {', '.join(sorted(set(operations)))}"
 
 
 def _percent(share: float) -> float:

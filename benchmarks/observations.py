@@ -60,8 +60,7 @@ def read_observations(folder: Path = RESULTS, gpu: str = "H200") -> list[Observa
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         environment = data.get("environment", {})
-        gpus = environment.get("gpus", [])
-        if len(gpus) != 2 or not all(name.endswith(gpu) for name in gpus) or environment.get("ranks_share_gpus"):
+        if not on_two(environment, gpu):
             continue
         if data.get("format") == "peers table":
             found += _peers(path.name, data)
@@ -74,7 +73,13 @@ def read_observations(folder: Path = RESULTS, gpu: str = "H200") -> list[Observa
     return found
 
 
-def _problem(direction: str, row: dict[str, Any], tp_size: int = 2) -> Problem:
+def on_two(environment: dict[str, Any], gpu: str) -> bool:
+    """Whether it was measured on two GPUs of that name, of which none was shared."""
+    gpus = environment.get("gpus", [])
+    return len(gpus) == 2 and all(name.endswith(gpu) for name in gpus) and not environment.get("ranks_share_gpus")
+
+
+def problem_of(direction: str, row: dict[str, Any], tp_size: int = 2) -> Problem:
     tokens, inner, columns = row["tokens"], row["in_features"], row["out_features"]
     if direction == "ag":
         return Problem("gather", tokens, inner, columns, tp_size)
@@ -98,12 +103,12 @@ def _peers(source: str, data: dict[str, Any]) -> Iterator[Observation]:
     for row in [*data["rows"], *(row for table in tables for row in data[table]["rows"])]:
         times = row["time_us"]
         if times.get("gemm"):
-            yield Observation(source, "gemm", times["gemm"], _problem("ag", row))
+            yield Observation(source, "gemm", times["gemm"], problem_of("ag", row))
         for column, (direction, quantity, method) in columns.items():
             if times.get(column):
                 candidate = Candidate(method) if method else None
                 code = "trial" if quantity == "plain" and row["tokens"] <= 1024 else ""
-                yield Observation(source, quantity, times[column], _problem(direction, row), candidate, code)
+                yield Observation(source, quantity, times[column], problem_of(direction, row), candidate, code)
     for row in data["copy_engine"]["rows"]:
         time_us = row["size_bytes"] / row["gb_s"] * 1e-3
         yield Observation(source, "copy", time_us, size_bytes=row["size_bytes"])
@@ -115,7 +120,7 @@ def _checks(source: str, data: dict[str, Any]) -> Iterator[Observation]:
         row = check.get("result")
         if not isinstance(row, dict) or "time_ms" not in row or "direction" not in row:
             continue
-        problem = _problem(row["direction"], row)
+        problem = problem_of(row["direction"], row)
         for label, time_ms in row["time_ms"].items():
             if label == "gemm alone":
                 yield Observation(source, "gemm", 1000 * time_ms, problem)
@@ -127,9 +132,9 @@ def _bench(source: str, data: dict[str, Any]) -> Iterator[Observation]:
     """``tpoverlap bench``'s suite gemm: queued behind a delay launches cost nothing, eager they may be the limit."""
     tp_size = data["environment"].get("tp_size", 2)
     for row in data["rows"]:
-        if row.get("suite") != "gemm":
-            continue
-        problem = _problem(row["direction"], row | {"tokens": row["num_tokens"]}, tp_size)
+        if row.get("suite") != "gemm" or row.get("numbers", "bfloat16") != "bfloat16":
+            continue  # FP8 rows: `benchmarks.fp8_operations`
+        problem = problem_of(row["direction"], row | {"tokens": row["num_tokens"]}, tp_size)
         alone = row.get("alone", {})
         collective = "scatter" if problem.is_scatter else "gather"
         parts = (("gemm alone", "gemm"), ("collective alone", collective), ("transfer alone, push", "copy"))
@@ -160,7 +165,7 @@ def _small_tokens(source: str, data: dict[str, Any]) -> Iterator[Observation]:
     for row in data["rows"]:
         direction = {"gather": "ag", "scatter": "rs"}[row["direction"]]
         sizes = {"tokens": row["T"], "in_features": row["K"], "out_features": row["N"]}
-        problem = _problem(direction, sizes)
+        problem = problem_of(direction, sizes)
         form = launched_as(problem, Candidate("fused"))
         fused = "engine" if form == "fused" else form
         for label, times in row["times"].items():

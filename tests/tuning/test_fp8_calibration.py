@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fp8_fit
 from benchmarks.device_sheets import SHEETS, scaled
-from benchmarks.fp8_fit import Seen, cross_validate_fp8, fit_fp8, fp8_errors, read_fp8
-from benchmarks.observations import RESULTS
+from benchmarks.fp8_fit import Seen, cross_validate_fp8, fit_fp8, fp8_errors, read_fp8, source_of
+from benchmarks.fp8_operations import fit_fused, operation_errors, read_operations
+from benchmarks.observations import read_observations
 from tpoverlap.tuning import Candidate, DeviceModel, Problem, estimate, load_device
-from tpoverlap.tuning.device import Fp8Rates, GemmRates, Rate
+from tpoverlap.tuning.device import Fp8Rates, GemmRates, OneKernel, Rate
+from tpoverlap.tuning.heuristic import basis_of
 
 H200 = load_device("h200")
 DOCS = Path(__file__).parents[2] / "docs" / "tuning.md"
@@ -29,16 +30,15 @@ def fp8_of(device: DeviceModel) -> Fp8Rates:
 
 def test_shipped_files_are_up_to_date() -> None:
     """Whoever adds results runs python -m benchmarks.calibrate --write."""
-    missing = [name for name in re.findall(r"\S+\.json", fp8_of(H200).source) if not (RESULTS / name).exists()]
-    if missing:
-        pytest.skip(f"fitted to {', '.join(missing)}, which is not in benchmarks/results: put it there")
-    seen, hosts = read_fp8()
-    calibrated = fit_fp8(replace(H200, fp8=None), seen, round(median(hosts), 1))
-    calibrated = replace(calibrated, fp8=replace(fp8_of(calibrated), source=fp8_fit.source_of(seen)))
+    (seen, hosts), operations = read_fp8(), read_operations()
+    calibrated = fit_fused(fit_fp8(replace(H200, fp8=None), seen, round(median(hosts), 1)), operations)
+    source = source_of([one.source for one in seen], [one.source for one in operations])
+    calibrated = replace(calibrated, fp8=replace(fp8_of(calibrated), source=source))
     for device in (calibrated, *(scaled(calibrated, sheet) for sheet in SHEETS)):
         shipped = load_device(device.name)
         assert fp8_of(shipped).source == fp8_of(device).source
         assert fp8_of(shipped).host_us == fp8_of(device).host_us
+        assert (fp8_of(shipped).fused is None) == (fp8_of(device).fused is None)
         for kind in ("gather", "scatter", "beside-scatter"):
             for tokens in (100, 1000, 10000):
                 problem = Problem(kind, tokens, 8192, 3584, 2, fp8=True)  # type: ignore[arg-type]
@@ -118,3 +118,48 @@ def test_what_is_left_out_is_not_seen() -> None:
     rows = [(one, one.time_us * 1.1) for one in seen]
     found = fp8_errors(rows)
     assert found["gemm_median_percent"] == found["kernels_nine_in_ten_within_percent"] == 10.0
+
+
+def _bench_file(path: Path, device: DeviceModel, *, gpus: int = 2) -> None:
+    """What ``tpoverlap bench --suite gemm --numbers fp8`` would write on ``device``, and one bfloat16 row."""
+    rows: list[dict[str, Any]] = []
+    for direction, kind in (("ag", "gather"), ("rs", "scatter")):
+        for tokens in (128, 256, 4096, 8192):
+            inner, columns = (8192, 3584) if direction == "ag" else (3584, 8192)
+            problem = Problem(kind, tokens, 8192, 3584, 2, fp8=True)  # type: ignore[arg-type]
+            us = {
+                one: estimate(device, problem, Candidate(one)).device_us
+                for one in ("sequential", "ring_exchange", "fused")
+            }
+            methods = {one: {"queued_us": value, "eager_us": 999.0} for one, value in us.items()}
+            sizes = {"num_tokens": tokens, "in_features": inner, "out_features": columns}
+            rows.append({"suite": "gemm", "numbers": "fp8", "direction": direction, **sizes, "methods": methods})
+    rows.append(rows[0] | {"numbers": "bfloat16"})
+    path.write_text(
+        json.dumps({"schema": 1, "environment": {"gpus": ["NVIDIA H200"] * gpus, "tp_size": 2}, "rows": rows})
+    )
+
+
+def test_whole_operations_check_the_model_and_teach_it_fused(tmp_path: Path) -> None:
+    truth = replace(H200, fp8=replace(fp8_of(H200), fused=OneKernel(20.0, 1.3), one_launch=OneKernel(9.0, 1.1)))
+    _bench_file(tmp_path / "a.json", truth)
+    _bench_file(tmp_path / "one_gpu.json", truth, gpus=1)
+    operations = read_operations(tmp_path)
+    assert len(operations) == 24 and {one.source for one in operations} == {"a.json"}
+    assert {one.problem.num_tokens for one in read_observations(tmp_path) if one.problem} == {128}, "bfloat16 alone"
+    fitted = fit_fused(H200, operations)
+    for tokens in (200, 6000):
+        elsewhere = Problem("gather", tokens, 4096, 6144, 2, fp8=True)
+        expected, found = (estimate(one, elsewhere, Candidate("fused")).device_us for one in (truth, fitted))
+        assert found == pytest.approx(expected, rel=0.03)
+    only_large = [one for one in operations if one.problem.num_tokens > 1024]
+    assert fp8_of(fit_fused(truth, only_large)).fused is None, "one form is not both"
+    assert operation_errors(H200, operations)["operations_median_percent"] == 0.0
+    assert operation_errors(H200, operations)["operations"] == 16 and operation_errors(H200, []) == {}
+    slower = [replace(one, time_us=one.time_us * 1.25) for one in operations]
+    error = operation_errors(H200, slower)
+    assert error["operations_median_percent"] == 20.0
+    checked = replace(H200, fp8=replace(fp8_of(H200), error=error))
+    assert "20.0 % off whole ones" in basis_of(checked, 2, fp8=True)
+    assert "not from whole FP8 operations" in basis_of(H200, 2, fp8=True)
+    assert "checked by b.json" in source_of(["a.json"], ["b.json", "b.json"])

@@ -81,12 +81,13 @@ def basis_of(device: DeviceModel, tp_size: int, *, fp8: bool = False) -> str:
     """Whether the figures come from measurements, and how far off they are."""
     if not device.is_measured:
         return f"estimates for {device.name}: nothing was measured on it"
+    beyond = f"; extrapolated to R = {tp_size}" if tp_size > 2 else ""
     if fp8:
-        beyond = f"; extrapolated to R = {tp_size}" if tp_size > 2 else ""
-        return f"an estimate from FP8 GEMMs and links measured on {device.name}, not from whole FP8 operations{beyond}"
+        checked = None if device.fp8 is None else device.fp8.error.get("operations_median_percent")
+        whole = "not from whole FP8 operations" if checked is None else f"{checked} % off whole ones in the median"
+        return f"an estimate from FP8 GEMMs and links measured on {device.name}, {whole}{beyond}"
     error = device.error.get("median_percent")
     off = f", median error {error} % on shapes left out" if error is not None else ""
-    beyond = f"; extrapolated to R = {tp_size}" if tp_size > 2 else ""
     return f"estimated by the model of {device.name}{off}{beyond}"
 
 
