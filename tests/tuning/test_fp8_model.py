@@ -71,6 +71,8 @@ def test_a_gather_quantises_its_own_rows_and_exchanges_magnitudes() -> None:
     assert found.device_us == pytest.approx(expected + 2.0 + transfer_us(TOY, gather) + TOY.step_us, abs=0.11)
     assert transfer_us(TOY, gather) == 3.0 + own, "a byte a microsecond"
     assert found.exposed_us == pytest.approx(found.time_us - found.gemm_us - found.quantise_us)
+    float32 = estimate(TOY8, replace(gather, itemsize_bytes=4), SEQUENTIAL).quantise_us
+    assert float32 - found.quantise_us == pytest.approx(2 * (pass_us(2 * own) - pass_us(0)), abs=0.11), "twice read"
     alone = estimate(TOY8, replace(gather, tp_size=1), SEQUENTIAL)
     assert alone.device_us == pytest.approx(2.0 + pass_us(4 * own) + pass_us(MAXIMA_BYTES) + pass_us(6 * own), abs=0.11)
 

@@ -33,17 +33,18 @@ def quantise_us(device: DeviceModel, problem: Problem, exchange_us: float | None
     """
     if not problem.fp8:
         return 0.0
-    rates, moved = _rates(device), problem.num_tokens * problem.width
+    rates, item, moved = _rates(device), problem.itemsize_bytes, problem.num_tokens * problem.width
     if problem.kind == "gather":
         own = problem.rows_per_rank * problem.width
         if problem.tp_size == 1:
             exchange_us = 0.0
         elif exchange_us is None:
             exchange_us = device.copy.latency_us + device.step_us
-        return _pass_us(rates, 2, own) + _pass_us(rates, 1, MAXIMA_BYTES) + exchange_us + _pass_us(rates, 3, own)
+        magnitude_us = _pass_us(rates, item, own) + _pass_us(rates, 1, MAXIMA_BYTES)
+        return magnitude_us + exchange_us + _pass_us(rates, item + 1, own)
     if problem.kind == "beside-scatter":
         return _pass_us(rates, 2, moved)
-    return both_ways_us(rates, problem.num_tokens * problem.features)
+    return _both_ways_us(rates, item, problem.num_tokens * problem.features)
 
 
 def quantise_host_us(device: DeviceModel, problem: Problem) -> float:
@@ -57,12 +58,12 @@ def quantise_host_us(device: DeviceModel, problem: Problem) -> float:
 
 def weight_us(device: DeviceModel, problem: Problem) -> float:
     """Of one weight [features, H] in both orientations: once a forward, or once a version if it is cached."""
-    return both_ways_us(_rates(device), problem.features * problem.width)
+    return _both_ways_us(_rates(device), problem.itemsize_bytes, problem.features * problem.width)
 
 
-def both_ways_us(rates: Fp8Rates, elements: int) -> float:
-    """Magnitude; then FP8 and the turned copy in one kernel."""
-    return _pass_us(rates, 2, elements) + _pass_us(rates, 4, elements)
+def _both_ways_us(rates: Fp8Rates, item: int, elements: int) -> float:
+    """Magnitude; then FP8 and the turned copy in one kernel. ``item``: bytes of one element."""
+    return _pass_us(rates, item, elements) + _pass_us(rates, item + 2, elements)
 
 
 def pack_us(device: DeviceModel, problem: Problem, rows: int, columns: int) -> float:
