@@ -104,6 +104,7 @@ def test_fp8_rows_stand_beside_the_others(tmp_path: Path) -> None:
         for one in row["methods"].values():
             assert one["relative_error"] < 1e-5, "judged by what the FP8 operands stand for"
             assert one["of_limit"]["eager"] == pytest.approx(max(gemm, transfer) / one["eager_us"])
+        assert row["auto"][0].startswith("under an FP8 recipe") and "chosen by" in row["auto"][1], row["auto"]
     assert set(data["summary"]["gemm"]["geometric_mean_of_limit"]) == {"ag", "rs", "ag fp8", "rs fp8"}
     assert plot_path.stat().st_size > 20_000
 
