@@ -14,8 +14,8 @@ import pytest
 from benchmarks.device_sheets import SHEETS, scaled
 from benchmarks.fp8_fit import Seen, cross_validate_fp8, fit_fp8, fp8_errors, read_fp8, source_of
 from benchmarks.fp8_operations import fit_fused, operation_errors, read_operations
-from benchmarks.observations import read_observations
-from tpoverlap.tuning import Candidate, DeviceModel, Problem, estimate, load_device
+from benchmarks.observations import RESULTS, read_observations
+from tpoverlap.tuning import Candidate, DeviceModel, Problem, estimate, gemm_time_us, load_device
 from tpoverlap.tuning.device import Fp8Rates, GemmRates, OneKernel, Rate
 from tpoverlap.tuning.heuristic import basis_of
 
@@ -57,6 +57,19 @@ def test_error_is_at_most_what_the_docs_claim() -> None:
     for bound, key in zip(claims.groups(), keys, strict=True):
         assert error[key] <= float(bound), key
     assert error["gemm_median_percent"] <= 10.0 and error["rows"] >= 500
+
+
+def test_bfloat16_gemms_that_were_not_fitted() -> None:
+    text = " ".join(DOCS.read_text(encoding="utf-8").split())
+    claims = re.search(r"off them by less than (\d+) % in the median \(nine in ten within (\d+) %\)", text)
+    assert claims is not None, "docs/tuning.md says so"
+    off = []
+    for row in json.loads((RESULTS / "2026-11-30_h200x1_gemm_alone.json").read_text())["rows"]:
+        if row["kind"] != "quantise":
+            tokens, k, n = row["sizes"]
+            shape = (tokens, n, k) if row["kind"] == "forward" else (n, k, tokens)
+            off.append(100.0 * abs(gemm_time_us(H200, *shape) / row["times"]["bfloat16"]["queued_us"] - 1.0))
+    assert len(off) == 250 and median(off) < float(claims[1]) and sorted(off)[int(0.9 * len(off))] < float(claims[2])
 
 
 def _row(kind: str, sizes: list[int], **times: float | None) -> dict[str, Any]:
