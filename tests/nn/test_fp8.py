@@ -38,7 +38,12 @@ def test_misuses(rank_pool) -> None:
 def test_configurations(rank_pool) -> None:
     for outcomes in rank_pool(2).run(fp8_ranks.configurations, timeout_s=60.0):
         require(outcomes["wide gather"], "ConfigError", ("qkv_fprop.fp8_buf", "remove fp8_buf"), "wide gather")
-        require(outcomes["ranks differ"], "RankMismatchError", ("quantization_modes", "on rank 0", "on rank 1"), "ranks differ")
+        require(
+            outcomes["ranks differ"],
+            "RankMismatchError",
+            ("quantization_modes", "on rank 0", "on rank 1"),
+            "ranks differ",
+        )
 
 
 def test_fused_without_kernels(rank_pool) -> None:
