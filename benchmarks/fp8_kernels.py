@@ -147,9 +147,9 @@ def measure_gemms(bench: Bench, sizes: list[tuple[int, int, int]]) -> list[dict[
         one, wide, out = torch.ones(1, 1, device=bench.device), torch.bfloat16, torch.empty(m, n, device=bench.device)
         out, x, weight = out.to(wide), x.to(wide), weight.to(wide)
         calls: dict[str, Callable[[], object]] = {
-            "per-tensor fast": lambda: scaled_mm(x8, w8, one, one, out, fast_accumulation=True),  # noqa: B023
-            "per-tensor": lambda: scaled_mm(x8, w8, one, one, out),  # noqa: B023
-            "row-wise": lambda: scaled_mm(x8, w8, x_scale, w_scale, out),  # noqa: B023
+            "per-tensor fast": lambda: scaled_mm(x8, w8.t(), one, one, out, fast_accumulation=True),  # noqa: B023
+            "per-tensor": lambda: scaled_mm(x8, w8.t(), one, one, out),  # noqa: B023
+            "row-wise": lambda: scaled_mm(x8, w8.t(), x_scale, w_scale, out),  # noqa: B023
             "bfloat16": lambda: torch.mm(x, weight.t(), out=out),  # noqa: B023
         }
         for name, call in calls.items():

@@ -86,7 +86,7 @@ class Problem:
     def scaled_mm(self) -> None:
         """What the ring and the collectives multiply with."""
         x, w = self.x, self.weight
-        scaled_mm(x.data, w.data, x.scale, w.scale, self.twin, fast_accumulation=self.fast)
+        scaled_mm(x.data, w.data.t(), x.scale, w.scale, self.twin, fast_accumulation=self.fast)
 
     def gathered(self) -> None:
         """All rows, the second half behind flags."""

@@ -157,7 +157,7 @@ def _in_fp8(left: QuantizedTensor, right: QuantizedTensor, out: torch.Tensor, *,
     """``out[:] = left @ right.T``."""
 
     def run() -> torch.Tensor:
-        scaled_mm(left.data, right.data, left.scale, right.scale, out, fast_accumulation=fast)
+        scaled_mm(left.data, right.data.t(), left.scale, right.scale, out, fast_accumulation=fast)
         return out
 
     bound = FAST_ADDS_OFF if fast else ROUNDS_OFF

@@ -33,7 +33,7 @@ def _twin(left: PlainTensor, right: PlainTensor, formats: tuple[torch.dtype, tor
         return product(left, right, "twin")
     out = torch.empty(left.numbers.shape[0], right.numbers.shape[0], dtype=left.dtype, device=left.numbers.device)
     operands = [one.numbers.to(dtype) for one, dtype in zip((left, right), formats, strict=True)]
-    scaled_mm(*operands, left.scale, right.scale, out, fast_accumulation=fast)
+    scaled_mm(operands[0], operands[1].t(), left.scale, right.scale, out, fast_accumulation=fast)
     wide = product(left, right, "reference")
     assert relative_error(out, wide) < 0.01, "the twin itself"
     return out

@@ -47,13 +47,16 @@ class RowGemm:
         matrices: [K, N_i] each; views such as ``weight.t()`` are fine.
         biases: [N_i] or None each.
         outs: [T, N_i] each, contiguous.
-        scalings: of FP8 operands, one a matrix; None: of all others.
     """
 
     matrices: Sequence[torch.Tensor]
     biases: Sequence[torch.Tensor | None]
     outs: Sequence[torch.Tensor]
-    scalings: Sequence[Scaling] | None = None
+
+    @property
+    def scalings(self) -> Sequence[Scaling | None]:
+        """Of FP8 operands, one a matrix; of others None each."""
+        return (None,) * len(self.outs)
 
     @property
     def num_features(self) -> int:
@@ -85,14 +88,17 @@ class PartialGemm:
         matrices: [K_i, N] each; views are fine.
         addend: [T, N] or None, part of this rank's partial sum.
         bias: [N] or None; the rank that owns a row adds it, once.
-        scaling: of FP8 operands.
     """
 
     lefts: Sequence[torch.Tensor]
     matrices: Sequence[torch.Tensor]
     addend: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    scaling: Scaling | None = None
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """Of FP8 operands; None: of others."""
+        return None
 
     @property
     def width(self) -> int:

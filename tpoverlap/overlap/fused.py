@@ -100,8 +100,7 @@ def all_gather(
         needs_own_copy = read_gathered is not None or exchange.hands_out_slot
         slot, epoch = kernels.slots.at(context.region)
         launches = []  # prepared before the first wait: a binary that is loaded may have to wait for the device
-        scalings = gemm.scalings or (None,) * len(gemm.outs)
-        for matrix, bias, out, scaling in zip(gemm.matrices, gemm.biases, gemm.outs, scalings, strict=True):
+        for matrix, bias, out, scaling in zip(gemm.matrices, gemm.biases, gemm.outs, gemm.scalings, strict=True):
             launches.append(
                 launcher.gathered_rows(rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch, scaling=scaling)
             )

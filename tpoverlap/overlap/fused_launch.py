@@ -58,8 +58,7 @@ def all_gather(
         assert isinstance(exchange, OneSidedExchange), "checked before"
         slot, epoch = slots.at(context.region)
         pushes, launches = bool(rows.pushes), []
-        scalings = gemm.scalings or (None,) * len(gemm.outs)
-        for matrix, bias, out, scaling in zip(gemm.matrices, gemm.biases, gemm.outs, scalings, strict=True):
+        for matrix, bias, out, scaling in zip(gemm.matrices, gemm.biases, gemm.outs, gemm.scalings, strict=True):
             launches.append(
                 launcher.gathered_rows(
                     rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch, pushes=pushes, scaling=scaling

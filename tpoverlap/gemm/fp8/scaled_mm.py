@@ -1,7 +1,7 @@
 """One scaled FP8 GEMM: tensor cores on the GPU, the same numbers in float32 on the CPU.
 
-Tensor cores read both operands along K, so the second one is given as [N, K]: a weight as it is stored. Backward needs
-the other orientation and takes transposed copies (`QuantizedTensor.transposed`).
+Tensor cores read both operands along K, so the second one is a transposed view of a contiguous [N, K]: of a weight as
+it is stored. Backward needs the other orientation and takes transposed copies (`QuantizedTensor.transposed`).
 
 How tensor cores accumulate: ``torch._scaled_mm``'s fast mode keeps partial sums in the tensor cores' own registers; the
 other one adds them up in float32 every few steps (Transformer Engine's "split accumulator").
@@ -40,11 +40,12 @@ def scaled_mm(
     *,
     fast_accumulation: bool = False,
 ) -> None:
-    """``out[:] = (left * left_scale) @ (right * right_scale).T + bias``, accumulated in float32, rounded once.
+    """``out[:] = (left * left_scale) @ (right * right_scale.T) + bias``, accumulated in float32, rounded once.
 
     Args:
         left: float8 [M, K]; M may be anything.
-        right: float8 [N, K], in the same or the other format (not both E5M2 on the GPU).
+        right: float8 [K, N], a transposed view of a contiguous [N, K], in the same or the other format (not both E5M2
+            on the GPU).
         left_scale, right_scale: float32, [1, 1] both, or [M, 1] and [N, 1].
         out: [M, N], contiguous rows; bfloat16, float16 or float32.
         bias: [N] in the dtype of ``out``.
@@ -58,11 +59,11 @@ def scaled_mm(
     rowwise = left_scale.numel() != 1 or right_scale.numel() != 1
     if rowwise:  # both kinds alike
         left_scale = _vector(left_scale, left.shape[0])
-        right_scale = _vector(right_scale, right.shape[0]).t()
+        right_scale = _vector(right_scale, right.shape[1]).t()
     fused_bias = None if rowwise or out.dtype == torch.float32 else bias  # neither has a bias epilogue
     torch._scaled_mm(
         left,
-        right.t(),
+        right,
         scale_a=left_scale,
         scale_b=right_scale,
         bias=fused_bias,
@@ -93,7 +94,7 @@ def _reference(
     out: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    product = torch.mm(left.float(), right.float().t()).mul_(left_scale * right_scale.t())
+    product = torch.mm(left.float(), right.float()).mul_(left_scale * right_scale.t())
     if bias is not None:
         product.add_(bias)
     out.copy_(product)

@@ -44,7 +44,11 @@ class ScaledRowGemm(RowGemm):
 
     def __post_init__(self) -> None:
         self.matrices = [weight.data.t() for weight in self.weights]
-        self.scalings = [
+
+    @property
+    def scalings(self) -> Sequence[Scaling]:
+        """For kernels, one a matrix."""
+        return [
             _scaling(
                 [self.x_scale], [weight.scale], (self.x_format, weight.data.dtype), self.fast_accumulation, out.dtype
             )
@@ -55,16 +59,11 @@ class ScaledRowGemm(RowGemm):
         """Compute the outputs of the chunk ``x`` (uint8 [t, K]), whose first row is row ``start`` of the activation."""
         stop = start + x.shape[0]
         scale = self.x_scale if self.x_scale.shape[0] == 1 else self.x_scale[start:stop]
-        for weight, bias, out in zip(self.weights, self.biases, self.outs, strict=True):
-            scaled_mm(
-                x.view(self.x_format),
-                weight.data,
-                scale,
-                weight.scale,
-                out[start:stop],
-                bias,
-                fast_accumulation=self.fast_accumulation,
-            )
+        x8 = x.view(self.x_format)
+        for weight, matrix, bias, out in zip(self.weights, self.matrices, self.biases, self.outs, strict=True):
+            target = out if x.shape[0] == out.shape[0] else out[start:stop]
+            fast = self.fast_accumulation
+            scaled_mm(x8, matrix, scale, weight.scale, target, bias, fast_accumulation=fast)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -80,14 +79,20 @@ class ScaledPartialGemm(PartialGemm):
     fast_accumulation: bool = False
     lefts: Sequence[torch.Tensor] = field(init=False)
     matrices: Sequence[torch.Tensor] = field(init=False)
+    _scaling: Scaling | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.lefts = [left.data for left, _ in self.terms]
         self.matrices = [weight.data.t() for _, weight in self.terms]
-        if self.terms:
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """For kernels; made when one asks."""
+        if self._scaling is None and self.terms:
             scales = [left.scale for left, _ in self.terms], [weight.scale for _, weight in self.terms]
             formats = tuple([one.dtype for one in (*self.lefts, *self.matrices)])
-            self.scaling = _scaling(*scales, formats, self.fast_accumulation, self.terms[0][0].dtype)
+            self._scaling = _scaling(*scales, formats, self.fast_accumulation, self.terms[0][0].dtype)
+        return self._scaling
 
     @property
     def is_plain(self) -> bool:
@@ -116,9 +121,11 @@ class ScaledPartialGemm(PartialGemm):
         for number, (left, weight) in enumerate(self.terms):
             # tensor cores have no "+=": a further term is computed beside the sum and added
             target = out if number == 0 else torch.empty_like(out)
+            matrix = self.matrices[number]
+            whole = columns.start == 0 and columns.stop == matrix.shape[1]  # a view costs the host a microsecond or two
             scaled_mm(
                 left.data[rows],
-                weight.data[columns],
+                matrix if whole else matrix[:, columns],
                 left.scale if left.scale.shape[0] == 1 else left.scale[rows],
                 weight.scale if weight.scale.shape[0] == 1 else weight.scale[columns],
                 target,
@@ -178,4 +185,4 @@ class PackedPartialGemm(PartialGemm):
 
 def scaled_weight_grad(output_grad_t: QuantizedTensor, input_t: QuantizedTensor, out: torch.Tensor) -> None:
     """DW [N, K] = dy^T [N, T16] @ x^T [K, T16]^T from `QuantizedTensor.padded_transposed` operands."""
-    scaled_mm(output_grad_t.data, input_t.data, output_grad_t.scale, input_t.scale, out)
+    scaled_mm(output_grad_t.data, input_t.data.t(), output_grad_t.scale, input_t.scale, out)

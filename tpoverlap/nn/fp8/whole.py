@@ -138,5 +138,5 @@ def _multiplied(
     left: QuantizedTensor, right: QuantizedTensor, bias: torch.Tensor | None, *, fast_accumulation: bool
 ) -> torch.Tensor:
     out = left.data.new_empty(left.data.shape[0], right.data.shape[0], dtype=left.dtype)
-    scaled_mm(left.data, right.data, left.scale, right.scale, out, bias, fast_accumulation=fast_accumulation)
+    scaled_mm(left.data, right.data.t(), left.scale, right.scale, out, bias, fast_accumulation=fast_accumulation)
     return out

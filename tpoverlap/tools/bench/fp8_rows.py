@@ -39,7 +39,7 @@ class Fp8Row:
         """[T, N] in the original dtype: the FP8 GEMM alone, of ``x8`` or of the whole activation."""
         x8 = self.x8 if x8 is None else x8
         out = torch.empty(x8.data.shape[0], self.weight8.data.shape[0], dtype=self.x8.dtype, device=self.x8.data.device)
-        scaled_mm(x8.data, self.weight8.data, x8.scale, self.weight8.scale, out, fast_accumulation=True)
+        scaled_mm(x8.data, self.weight8.data.t(), x8.scale, self.weight8.scale, out, fast_accumulation=True)
         return out
 
     def wide(self, dtype: torch.dtype) -> torch.Tensor:
