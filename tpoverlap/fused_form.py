@@ -1,4 +1,4 @@
-"""Which form of `fused` an operation takes: a pure function of what all ranks agree on, and its one table."""
+"""Which form of `fused` or `sequential` an operation takes: pure functions of what all ranks agree on, and a table."""
 
 from __future__ import annotations
 
@@ -16,3 +16,16 @@ _MOST_TOKENS: Final = {"gather": 1024, "scatter": 512}
 def choose_form(direction: Literal["gather", "scatter"], num_tokens: int) -> Form:
     """The form of an operation over T tokens."""
     return "one_launch" if num_tokens <= _MOST_TOKENS[direction] else "engine"
+
+
+SequentialForm = Literal["kernel", "engine"]
+"""kernel: one small kernel exchanges all rows (`tpoverlap.comm.trader`). engine: copy engine and stream operations,
+which take no multiprocessor but longer to begin."""
+MOST_TRADED_BYTES: Final = 4 << 20
+"""kernel up to this much from one rank to another; an estimate from a kernel's and a copy's start, not measured yet."""
+_MOST_TRADING_RANKS: Final = 8
+
+
+def choose_sequential_form(most_bytes: int, tp_size: int) -> SequentialForm:
+    """The form where both can run; ``most_bytes``: what the rank with most rows sends to (or gets from) another one."""
+    return "kernel" if most_bytes <= MOST_TRADED_BYTES and 2 <= tp_size <= _MOST_TRADING_RANKS else "engine"

@@ -1,21 +1,37 @@
-"""Rank functions: the two halves of `fused`, called as the registry calls them, against plain torch."""
+"""Rank functions: the two halves of a method, called as the registry calls them, against plain torch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.manager import UserBufferManager
-from tpoverlap.overlap import OperationContext, bulk, fused, ring_exchange
+from tpoverlap.overlap import OperationContext, bulk, fused, ring_exchange, sequential
 from tpoverlap.testing.conformance.setting import Setting
 from tpoverlap.testing.faults import delay_transfers
 from tpoverlap.testing.numeric import assert_close_to_twin
 from tpoverlap.tokens import TokenPartition
+
+GATHERS: Mapping[str, Callable[..., None]] = {
+    "fused": fused.all_gather,
+    "ring_exchange": ring_exchange.all_gather,
+    "sequential": sequential.all_gather,
+}
+SCATTERS: Mapping[str, Callable[..., None]] = {
+    "fused": fused.reduce_scatter,
+    "ring_exchange": ring_exchange.reduce_scatter,
+    "sequential": sequential.reduce_scatter,
+}
+
+
+def late_rows(manager: UserBufferManager, delay_s: float, source: int) -> AbstractContextManager[None]:
+    """Transfers of ``source`` come late; 0: nobody's, and nobody counts transfers."""
+    return delay_transfers(manager, delay_s, only_source=source) if delay_s else nullcontext()
 
 
 def context_of(
@@ -52,7 +68,7 @@ def gather(
     form: str = "",
 ) -> int:
     """All-gather + GEMM for every partition; returns how many comparisons were made."""
-    run = {"fused": fused.all_gather, "ring_exchange": ring_exchange.all_gather}[method]
+    run = GATHERS[method]
     high = setting.reference_dtype
     compared = 0
     with setting.open_manager(rank) as manager:
@@ -72,7 +88,7 @@ def gather(
             # Who reads the gathered rows gets the copy-engine form, so one launch is never asked to.
             wants = turn % 2 == 0 and form != "one_launch"
             reads = (lambda whole, keep=gathered: keep.append(whole.clone())) if wants else None
-            with delay_transfers(manager, delay_s, only_source=turn % size), forced_form(form):
+            with late_rows(manager, delay_s, turn % size), forced_form(form):
                 context = context_of(manager, partition, scatter=False, method=method, use_ce=use_ce)
                 run(context, x[own].contiguous(), RowGemm(matrices, biases, outs), reads)
             for matrix, bias, out in zip(matrices, biases, outs, strict=True):
@@ -99,7 +115,7 @@ def scatter(
     form: str = "",
 ) -> int:
     """GEMM + reduce-scatter for every partition; returns how many comparisons were made."""
-    run = {"fused": fused.reduce_scatter, "ring_exchange": ring_exchange.reduce_scatter}[method]
+    run = SCATTERS[method]
     high, width = setting.reference_dtype, setting.hidden
     compared = 0
     with setting.open_manager(rank) as manager:
@@ -119,7 +135,7 @@ def scatter(
                 return PartialGemm(lefts, matrices, extra, setting.draw(rank, (width,), "b") if turn % 2 else None)
 
             out = setting.draw(rank, (own.stop - own.start, width), "out").fill_(float("nan"))
-            with delay_transfers(manager, delay_s, only_source=turn % size), forced_form(form):
+            with late_rows(manager, delay_s, turn % size), forced_form(form):
                 run(context_of(manager, partition, scatter=True, method=method, use_ce=use_ce), task(rank), out)
             reference, twin = None, None
             for q in range(size):

@@ -16,6 +16,7 @@ from tpoverlap.comm.schedule import (
     reduce_scatter_schedule,
 )
 from tpoverlap.comm.trace import Call, Mark, Trace
+from tpoverlap.comm.trader import Trader
 
 __all__ = [
     "ArrivalWords",
@@ -32,6 +33,7 @@ __all__ = [
     "Outline",
     "Step",
     "Trace",
+    "Trader",
     "Transfer",
     "all_gather_rows",
     "all_gather_schedule",

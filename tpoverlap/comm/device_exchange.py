@@ -22,6 +22,14 @@ Where nothing runs beside the transfers (order "at_once") there is one stream, t
     write arrivals | wait record, digest | wait arrivals
     (GEMM)
     write credits | tell the host
+
+Few rows (order "traded") are left to a `Trader`, each line one kernel::
+
+    digest, record | wait credit | rows to the peers, own rows | write arrivals | wait record, digest | wait arrivals
+    (GEMM)
+    write credits | tell the host
+
+and of a reduce-scatter the second one follows the first one's waits, with the sum of own rows between them.
 """
 
 from __future__ import annotations
@@ -65,19 +73,21 @@ class DeviceExchange(OneSidedExchange):
         if previous in region.held:
             region.held.discard(previous)
             self._collect_credits(previous)
-        self._at_once = self._order == "at_once"
+        self._traded = False
+        self._ended: MarkEvent | None = None
+        self._at_once = self._order in ("at_once", "traded")
         if self._at_once:
             self._comm = self.caller
             self._moved = False
         else:
             self._caller_word, self._comm_word, self._caller_count = signals.order_words()
             self._comm_count = self._comm_start = self._caller_count
-        if self._order != "behind":
+        if self._order in ("beside", "at_once"):
             self._publish()
 
     def _publish(self) -> None:
         """Tell the peers, before the first flag or wait."""
-        if self._moved:
+        if self._moved and not self._at_once:
             self._caller_mark()
         self._silent = False
         self.signals.publish_all(self._comm, self.descriptor)
@@ -163,14 +173,18 @@ class DeviceExchange(OneSidedExchange):
             self._publish()
         assert source.is_contiguous(), "a copy engine moves contiguous bytes"
         require_fits(first_element * self.dtype.itemsize + size_bytes, self._region.slot_bytes, "own rows")
-        reader = self._previous_reader
-        if isinstance(reader, MarkEvent) and reader.stream == self.caller.handle:
-            reader = None  # the comm stream has waited for the caller's, where that reader was
-        if reader is not None:
-            self._comm.wait(reader)
+        self._wait_for_previous_reader()
         self._comm.copy_bytes(target, source.data_ptr(), size_bytes)
         if not self._at_once:
             self._own_count = self._comm_mark()
+
+    def _wait_for_previous_reader(self) -> None:
+        """Before own rows are written into the slot."""
+        reader = self._previous_reader
+        if isinstance(reader, MarkEvent) and reader.stream == self.caller.handle:
+            return  # the comm stream has waited for the caller's, where that reader was
+        if reader is not None:
+            self._comm.wait(reader)
 
     # -- all at once ---------------------------------------------------------------------------------------------
 
@@ -182,6 +196,15 @@ class DeviceExchange(OneSidedExchange):
                 self.caller.wait32(credit_in[step.sends[0].destination], due)
 
     def trade(self, source: torch.Tensor, base_row: int, own_element: int | None = None) -> None:
+        trader = self.trader
+        if trader is not None and own_element is not None and self._leaves_to_trader():
+            self._wait_for_previous_reader()
+            stream = self._caller_for_kernel()
+            trader.gather(self._outline, self._slot, self._epoch, self.descriptor, stream, source)
+            self._was_traded()
+            return
+        if self._silent:
+            self._publish()
         if not self._at_once or self.copier is not ENGINE or self._is_marked:
             super().trade(source, base_row, own_element)
             return
@@ -216,6 +239,40 @@ class DeviceExchange(OneSidedExchange):
                     self._expect_on(caller, transfer.source)
                 caller.wait32(slot.arrival_in[transfer.source] + 4 * transfer.piece, epoch)
         caller.flush()
+
+    def trade_and_add(self, summands: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
+        trader = self.trader
+        if trader is None or not self._leaves_to_trader():
+            return False
+        stream = self._caller_for_kernel()
+        end = self.signals.next_mark(stream) if self._ends_with_kernel() else None
+        trader.add(self._outline, self._slot, self._epoch, self.descriptor, stream, summands, bias, out, end)
+        self._was_traded()
+        self._ended = end
+        return True
+
+    def _leaves_to_trader(self) -> bool:
+        """Whether nobody wants to see, or to disturb, the single transfers."""
+        return not self._is_marked and self._channel.before_copy is None and self.copier is ENGINE
+
+    def _caller_for_kernel(self) -> int:
+        """Hand over what the caller's stream holds back; its handle, for a kernel."""
+        caller = self.caller
+        if caller.pending:
+            caller.flush()
+        if caller.disturb is not None:
+            caller.disturb()
+        return caller.handle
+
+    def _was_traded(self) -> None:
+        """A kernel was launched that publishes, sends, compares and waits."""
+        self._traded, self._silent, self._unsent = True, False, 0
+        self._expected.update(self.signals.peers)
+
+    def _ends_with_kernel(self) -> bool:
+        """Whether the end is credits and a word for the host, as always but for held slots and refreshed flags."""
+        region, epoch = self._region, self._epoch
+        return epoch % REFRESH_EVERY >= region.depth and epoch not in region.held
 
     # -- waits ---------------------------------------------------------------------------------------------------
 
@@ -286,6 +343,8 @@ class DeviceExchange(OneSidedExchange):
 
     def _finish(self) -> None:
         caller, at_once = self.caller, self._at_once
+        if self._traded and self._end_by_kernel():
+            return
         if self._silent:
             self._publish()
         if self._epoch % REFRESH_EVERY < self._region.depth:
@@ -310,6 +369,19 @@ class DeviceExchange(OneSidedExchange):
         if self._epoch not in self._region.held:
             self._collect_credits(self._epoch)
         self._end()
+
+    def _end_by_kernel(self) -> bool:
+        """The end of what was traded, unless it takes more than a kernel does."""
+        region, epoch, end = self._region, self._epoch, self._ended
+        if end is None:
+            if not self._ends_with_kernel():
+                return False
+            trader, stream = self.trader, self._caller_for_kernel()
+            assert trader is not None, "it traded"
+            end = self.signals.next_mark(stream)
+            trader.end(self._slot, epoch, stream, end)
+        self.finished = region.last_reader[epoch % region.depth] = end
+        return True
 
     def _join_comm(self) -> None:
         """Have the comm stream say that it has done everything."""

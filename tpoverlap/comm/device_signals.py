@@ -39,13 +39,15 @@ class SlotAddresses:
         arrival_in: each source's first arrival flag, here.
         credit_out: this rank's credit, in the arena of each source.
         credit_in: each destination's credit, here.
+        rank: this one. depth: uses of the region until the slot is used again. size_bytes: of the slot.
     """
 
-    __slots__ = ("arrival_in", "arrival_out", "credit_in", "credit_out", "data")
+    __slots__ = ("arrival_in", "arrival_out", "credit_in", "credit_out", "data", "depth", "rank", "size_bytes")
 
     def __init__(self, region: Region, slot: int) -> None:
         arena, layout, index = region.arena, region.layout, region.index
         rank, ranks = arena.rank, range(arena.tp_size)
+        self.rank, self.depth, self.size_bytes = rank, region.depth, region.slot_bytes
         own = arena.address(rank)
         self.data = [arena.address(r) + layout.slot_offset(index, slot) for r in ranks]
         self.arrival_out = [arena.address(r) + layout.arrival_offset(index, slot, rank, 0) for r in ranks]
@@ -110,12 +112,28 @@ class DeviceSignals(Signals):
         address = self._order_address + 8 * (number % _ORDER_WORDS)
         return address, address + 4, (number * _MARKS_AN_OPERATION) & MASK
 
+    def next_mark(self, stream: int) -> MarkEvent:
+        """The event of somebody who will write its word, in the order of the stream with that handle."""
+        number = self._done = self._done + 1
+        return MarkEvent(self._done_words, number % _DONE_WORDS, number & MASK, stream)
+
     def mark_done(self, stream: DeviceStream) -> MarkEvent:
         """Collect: tell this process that ``stream`` has got here."""
-        number = self._done = self._done + 1
-        event = MarkEvent(self._done_words, number % _DONE_WORDS, number & MASK, stream.handle)
-        stream.write32(event.address, number)
+        event = self.next_mark(stream.handle)
+        stream.write32(event.address, event.value)
         return event
+
+    # -- for kernels ---------------------------------------------------------------------------------------------
+
+    def descriptor_addresses(self) -> tuple[list[int], int]:
+        """Where this rank's ring of descriptors lies on each rank (0 for itself), and where that of rank 0 lies here.
+
+        Rings of further ranks follow; one is ``DESCRIPTOR_RING * DESCRIPTOR_BYTES`` long.
+        """
+        out = [0] * self._arena.tp_size
+        for peer, address in self._descriptors_out:
+            out[peer] = address
+        return out, self._descriptors_in[0]
 
     # -- on a stream ---------------------------------------------------------------------------------------------
 

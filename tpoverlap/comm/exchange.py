@@ -23,6 +23,7 @@ from tpoverlap.comm.region import Region
 from tpoverlap.comm.schedule import Step, Transfer
 from tpoverlap.comm.signals import Signals, SlotRef
 from tpoverlap.comm.streams import Event, Stream
+from tpoverlap.comm.trader import Trader
 from tpoverlap.memory.layout import MAX_PIECES
 
 if TYPE_CHECKING:
@@ -75,12 +76,14 @@ class Exchange(ABC):
         partition: rows of each rank.
         caller: the stream that the caller's tensors are ordered on.
         copier: what moves rows into mapped peers; the copy engine unless a method sets another.
+        trader: what does `trade` and `trade_and_add` in one kernel, where a method set it and nobody looks closer.
         descriptor: what the peers were told about it.
         finished: on a device, set at the end: an event after everything that the operation enqueued.
     """
 
     def __init__(self, channel: Channel, claim: Claim) -> None:
         outline, region, epoch, flight, caller = claim
+        self._outline = outline
         self.steps = outline.steps
         self.partition = outline.partition
         self.rank = channel.rank
@@ -91,6 +94,7 @@ class Exchange(ABC):
         self._order = outline.order
         self.hands_out_slot = epoch in region.held
         self.copier: Copier = ENGINE
+        self.trader: Trader | None = None
         self.finished: Event | None = None
         self._own_copy_done: Event | None = None
         self._previous_reader = region.last_reader.get(epoch % region.depth)
@@ -161,6 +165,10 @@ class Exchange(ABC):
         for step in self.steps:
             self.wait(step, self.caller)
         self.wait_own(self.caller)
+
+    def trade_and_add(self, summands: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
+        """`trade` and the sum of own rows by the `trader`, see `Trader.add`. False: nothing was done."""
+        return False
 
     def view(self, first_element: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Part of the local slot, typed. Valid until `finish`."""

@@ -10,10 +10,11 @@ from tpoverlap.comm.descriptor import digest64, text_hash
 from tpoverlap.comm.schedule import Step
 from tpoverlap.tokens import TokenPartition
 
-Order = Literal["beside", "behind", "at_once"]
+Order = Literal["beside", "behind", "at_once", "traded"]
 """How transfers and GEMMs lie, so that a device needs no more calls of its driver than that takes. beside: transfers
 from the start. behind: a GEMM comes before the first of them, and the descriptor travels with that. at_once: nothing
-runs beside them (`Exchange.trade`, or a kernel that moves the rows itself), so there is no comm stream.
+runs beside them (`Exchange.trade`, or a kernel that moves the rows itself), so there is no comm stream. traded: the
+same, and the descriptor comes with the transfers, so that one kernel can do all of it (`tpoverlap.comm.trader`).
 """
 
 

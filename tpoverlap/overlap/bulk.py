@@ -30,7 +30,8 @@ class PendingGather:
 
     def __enter__(self) -> PendingGather:
         at_once = self._context.method == "sequential"
-        exchange = self._exchange = self._context.open_gather(order="at_once" if at_once else "beside")
+        context = self._context
+        exchange = self._exchange = context.open_trade(scatter=False) if at_once else context.open_gather()
         exchange.__enter__()
         try:
             self._send(exchange, at_once)

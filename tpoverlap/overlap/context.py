@@ -17,6 +17,7 @@ from tpoverlap.comm import (
     Outline,
     Step,
     Trace,
+    Trader,
     all_gather_schedule,
     pipeline_schedule,
     reduce_scatter_schedule,
@@ -76,6 +77,7 @@ class OperationContext:
         init=False, repr=False, default_factory=dict
     )
     _outlines: dict[tuple[bool, int | None, Order], Outline] = field(init=False, repr=False, default_factory=dict)
+    _traders: dict[bool, Trader | None] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.own_rows = self.partition.rows(self.rank)
@@ -119,6 +121,28 @@ class OperationContext:
         """Start a reduce-scatter on this operation's region. Arguments as for `open_gather`."""
         outline = self._outlines.get((True, max_piece_rows, order))
         return self._open(outline or self._new_outline(True, max_piece_rows, order))
+
+    def open_trade(self, *, scatter: bool) -> Exchange:
+        """Start an operation with nothing beside its transfers, for `Exchange.trade` or `Exchange.trade_and_add`."""
+        traders = self._traders
+        trader = traders[scatter] if scatter in traders else self._new_trader(scatter)
+        order: Order = "at_once" if trader is None else "traded"
+        outline = self._outlines.get((scatter, None, order)) or self._new_outline(scatter, None, order)
+        channel = self.channel
+        assert channel is not None, "nothing to exchange when R = 1"
+        exchange = channel.open(outline)
+        exchange.trader = trader
+        return exchange
+
+    def _new_trader(self, scatter: bool) -> Trader | None:
+        from tpoverlap.overlap.kernel_trader import kernel_trader
+
+        channel = self.channel
+        assert channel is not None, "nothing to exchange when R = 1"
+        row_bytes = self.width * self.dtype.itemsize
+        made = kernel_trader(channel, self.partition.counts, row_bytes, self.dtype if scatter else None)
+        self._traders[scatter] = made
+        return made
 
     def plainly(self, direction: str) -> Outline:
         """For `Channel.announced`: the operation through the group's own collective."""

@@ -50,7 +50,7 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
     if channel is None:
         reduce_scatter_rows(summands, partition, context.group, out)
     elif context.uses_buffers:
-        _through_buffers(context, summands, lambda: None, out)
+        _through_buffers(context, summands, lambda: None, None, out)
     else:
         _mark(channel, "wait")
         with channel.announced(context.plainly("reduce-scatter")) as descriptor:
@@ -88,21 +88,26 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
     """See `tpoverlap.overlap.registry.gemm_then_scatter`."""
     summands = gemm.empty(context.partition.total, gemm.width)
 
-    def multiply() -> None:
-        gemm.rows(0, context.partition.total, summands)
-        if gemm.bias is not None:
-            summands[context.own_rows].add_(gemm.bias)
-
+    multiply = functools.partial(gemm.rows, 0, context.partition.total, summands)
     if context.uses_buffers:
-        _through_buffers(context, summands, multiply, out)
+        _through_buffers(context, summands, multiply, gemm.bias, out)
     else:
         multiply()
+        if gemm.bias is not None:
+            summands[context.own_rows].add_(gemm.bias)
         scatter(context, summands, out)
 
 
-def _through_buffers(context: OperationContext, summands: torch.Tensor, multiply: Work, out: torch.Tensor) -> None:
-    """Compute ``summands``, then send all of them, then add."""
-    with context.open_scatter(order="at_once") as exchange:
+def _through_buffers(
+    context: OperationContext, summands: torch.Tensor, multiply: Work, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Compute ``summands``, then send all of them, then add, ``bias`` to own rows before that."""
+    with context.open_trade(scatter=True) as exchange:
         exchange.run(exchange.caller, multiply, "gemm", 0)
+        if exchange.trade_and_add(summands, bias, out):
+            return
+        own_partial = summands[context.own_rows]
+        if bias is not None:
+            exchange.run(exchange.caller, functools.partial(own_partial.add_, bias), "reduce")
         exchange.trade(summands, 0)
-        reduce_blocks(exchange, summands[context.own_rows], out)
+        reduce_blocks(exchange, own_partial, out)

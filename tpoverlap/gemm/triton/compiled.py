@@ -95,6 +95,10 @@ class CompiledKernels:
             binary = launch_slowly(kernel, 1, arguments(), constants, tile)
             self._compiled[kernel.name, variant] = binary, _layout(kernel, binary)
 
+    def binary(self, kernel: Kernel, variant: Any) -> tuple[Any, ParameterLayout | None]:
+        """A loaded variant, and how it takes its parameters (None: only Triton knows)."""
+        return self._compiled[kernel.name, variant]
+
     def prepare(
         self,
         kernel: Kernel,
@@ -164,7 +168,7 @@ def _layout(kernel: Kernel, binary: Any) -> ParameterLayout | None:
     try:
         return packed_layout(kernel, binary)
     except (LayoutError, AttributeError) as error:
-        logger.warning("kernels of method 'fused' are launched by Triton, which takes longer: %s", error)
+        logger.warning("kernel %s is launched by Triton, which takes longer: %s", kernel.name, error)
         return None
 
 

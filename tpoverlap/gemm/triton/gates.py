@@ -25,3 +25,32 @@ class Slot:
     num_ranks: int = 2
     words_per_rank: int = 0
     peers: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TradeSlot:
+    """One slot of a region on every rank, and all words of this rank's exchanges there, for the kernels that do them.
+
+    Attributes:
+        data: the slot's address, by rank.
+        flags: this rank's arrival flag, by the rank it lies on.
+        told: this rank's ring of descriptors, by the rank it lies on.
+        grants: this rank's credit, by the rank it lies on.
+        arrivals, credits, descriptors: what rank 0 writes here; the next rank's are ``flags_bytes``, 4 and
+            ``ring_bytes`` further.
+        depth: uses of the region until the slot is used again.
+        size_bytes: of the slot.
+    """
+
+    rank: int
+    data: tuple[int, ...]
+    flags: tuple[int, ...]
+    told: tuple[int, ...]
+    grants: tuple[int, ...]
+    arrivals: int
+    credits: int
+    descriptors: int
+    flags_bytes: int
+    ring_bytes: int
+    depth: int
+    size_bytes: int

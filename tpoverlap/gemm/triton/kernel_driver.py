@@ -126,7 +126,7 @@ class CudaKernelDriver(KernelDriver):
         if status == _INVALID_CONTEXT:  # a thread that has made no CUDA call yet
             self._check(self._set_context(self._context), "cuCtxSetCurrent")
             status = self.start(config, function, parameters, 0)
-        self._check(status, "launching a kernel of method 'fused'")
+        self._check(status, "launching a kernel")
 
     def _check(self, status: int, what: str) -> None:
         if status:

@@ -59,6 +59,55 @@ def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETE
 
 
 @triton.jit
+def load_acquire64(address, INTERPRETED: tl.constexpr):
+    """`load_acquire` of a 64-bit word."""
+    if INTERPRETED:
+        word = tl.atomic_add(address.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
+    else:
+        word = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1
+        )
+    return word
+
+
+@triton.jit
+def wait_for_pair(address, first, second, limit, error, given_up, INTERPRETED: tl.constexpr):
+    """Spin until the 64-bit words at ``address`` and after it are ``first`` and ``second``. See `wait_for_words`."""
+    differs = (load_acquire64(address, INTERPRETED) != first) | (load_acquire64(address + 8, INTERPRETED) != second)
+    if differs:
+        begin = tl.full((), 0, tl.int64)
+        now = begin
+        if not INTERPRETED:
+            begin = globaltimer()
+            now = begin
+        while differs & (given_up == 0):
+            if INTERPRETED:
+                now += 1
+            else:
+                now = globaltimer()
+            record = load_acquire64(address, INTERPRETED)
+            differs = (record != first) | (load_acquire64(address + 8, INTERPRETED) != second)
+            given_up = tl.where(differs & (now - begin > limit), 1, given_up)
+        if given_up != 0:
+            tl.store(error.to(tl.pointer_type(tl.int32)), 1)
+    return given_up
+
+
+@triton.jit
+def set_word(address, value):
+    """The 32-bit word at ``address`` (int64) becomes ``value``, with release order at system scope."""
+    tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), value.to(tl.int32), sem="release", scope="sys")
+
+
+@triton.jit
+def set_pair(address, first, second):
+    """The 64-bit word at ``address + 8`` becomes ``second``, then that at ``address`` ``first``."""
+    words = address.to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(words + 1, second, sem="relaxed", scope="sys")
+    tl.atomic_xchg(words, first, sem="release", scope="sys")
+
+
+@triton.jit
 def bump_words(counters, first, count, AFTER_TMA: tl.constexpr, INTERPRETED: tl.constexpr):
     """After this program's stores: add one to words ``first .. first + count - 1``.
 

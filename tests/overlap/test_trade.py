@@ -1,0 +1,52 @@
+"""`sequential` whose exchange is one kernel: the code for GPUs on a simulated device, kernels in the interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.overlap import trade_ranks
+from tpoverlap.testing import RankPool
+from tpoverlap.testing.conformance.setting import Setting
+from tpoverlap.testing.simulated import SimulatedBackend
+from tpoverlap.tokens import TokenPartition
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+KINDS = ("sequential_ag", "sequential_rs")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, env={"TRITON_INTERPRET": "1"}) as started:
+        yield started
+
+
+def setting(dtype: torch.dtype = torch.float32, timeout_s: float = 30.0, **sizes: Any) -> Setting:
+    return Setting(dtype=dtype, backend=SimulatedBackend, capacity=40, timeout_s=timeout_s, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.float16, 24), (torch.float16, 23), (torch.float32, 23)])
+def test_any_rows(pool: RankPool, dtype: torch.dtype, hidden: int) -> None:
+    """In vectors and element by element; fewer rows than ranks; uneven rows; with and without a bias."""
+    turns = [TokenPartition.from_counts(counts) for counts in ([1, 0], [20, 17], [0, 9])]
+    assert pool.run(trade_ranks.conform, setting(dtype, hidden=hidden), turns) == [True] * 2
+
+
+def test_many_in_a_row(pool: RankPool) -> None:
+    assert pool.run(trade_ranks.many, setting(), 12) == [True] * 2
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_peer_that_never_comes_is_an_error(pool: RankPool, scatter: bool) -> None:
+    message, _ = pool.run(trade_ranks.stays_away, setting(timeout_s=1.5), scatter)
+    assert message.startswith("PeerTimeoutError") and "rank 1" in message, message
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_another_t_is_an_error_on_every_rank(pool: RankPool, scatter: bool) -> None:
+    for message in pool.run(trade_ranks.another_t, setting(timeout_s=20.0), scatter):
+        assert message.startswith("RankMismatchError"), message

@@ -1,0 +1,141 @@
+"""Rank functions of `test_trade`: `sequential` whose exchange is one kernel, on a simulated device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.comm import operations as ops
+from tests.overlap import fused_ranks
+from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.manager import UserBufferManager
+from tpoverlap.overlap import sequential
+from tpoverlap.overlap.kernel_trader import KernelTrader
+from tpoverlap.testing.conformance.setting import Setting
+from tpoverlap.testing.simulated import SimulatedBackend
+from tpoverlap.tokens import TokenPartition
+
+
+class Traded:
+    """How often each method of the trader was called."""
+
+    def __init__(self) -> None:
+        self.calls = {"gather": 0, "add": 0, "end": 0}
+
+
+@contextmanager
+def counted() -> Iterator[Traded]:
+    """Within the block what kernels do is counted."""
+    traded = Traded()
+
+    def wrapped(name: str) -> Any:
+        real = getattr(KernelTrader, name)
+
+        def call(self: KernelTrader, *arguments: Any) -> None:
+            traded.calls[name] += 1
+            real(self, *arguments)
+
+        return call
+
+    with mock.patch.multiple(KernelTrader, **{name: wrapped(name) for name in traded.calls}):
+        yield traded
+
+
+def open_manager(timeout_s: float = 30.0, **options: Any) -> UserBufferManager:
+    return ops.make_manager(SimulatedBackend, timeout_s, **options)  # type: ignore[arg-type]
+
+
+def walk(rank: int, size: int, turns: int, kinds: tuple[str, ...]) -> dict[str, int]:
+    """Every partition by every kind, results bit by bit; how often kernels did it."""
+    with open_manager() as mgr, counted() as traded:
+        for seed, partition in enumerate(ops.partitions(size, turns)):
+            for kind in kinds:
+                ops.run_checked(mgr, kind, partition, seed)
+        mgr.check()
+    return traded.calls
+
+
+def conform(rank: int, size: int, setting: Setting, partitions: Sequence[TokenPartition], terms: int = 1) -> bool:
+    """Both directions, any dtype and width, against plain torch; whether kernels moved all rows."""
+    with counted() as traded:
+        plain = "sequential", True, terms, terms > 1
+        compared = fused_ranks.gather(rank, size, setting, partitions, *plain)
+        assert compared == terms * len(partitions)
+        assert fused_ranks.scatter(rank, size, setting, partitions, *plain) == len(partitions)
+    return traded.calls["gather"] == traded.calls["add"] == len(partitions)
+
+
+def many(rank: int, size: int, setting: Setting, turns: int) -> bool:
+    """Operations of both directions in a row, no look in between; whether all results were right, bit by bit."""
+    with setting.open_manager(rank) as mgr, torch.no_grad():
+        partition = TokenPartition.balanced(setting.capacity, size)
+        own = partition.rows(rank)
+        device = setting.rank_device(rank)
+        gather = fused_ranks.context_of(mgr, partition, scatter=False, method="sequential")
+        scatter = fused_ranks.context_of(mgr, partition, scatter=True, method="sequential")
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        one = torch.eye(setting.hidden, dtype=setting.dtype, device=device)
+        for turn in range(turns):
+            whole = torch.full((setting.capacity, setting.hidden), float(turn % 64), dtype=setting.dtype, device=device)
+            whole += torch.arange(setting.capacity, device=device)[:, None] % 32
+            out = torch.empty_like(whole)
+            sequential.all_gather(gather, whole[own], RowGemm([one], [None], [out]), None)
+            wrong += (out != whole).sum()
+            total = torch.empty_like(whole[own])
+            sequential.reduce_scatter(scatter, PartialGemm([whole], [one]), total)
+            wrong += (total != size * whole[own]).sum()
+        mgr.check()
+        return int(wrong) == 0
+
+
+def _outcome(mgr: UserBufferManager, setting: Setting, rank: int, num_tokens: int, scatter: bool) -> str:
+    """What one operation over ``num_tokens`` and a check give: "Error: message"; "": nothing is wrong."""
+    partition = TokenPartition.balanced(num_tokens, mgr.tp_size)
+    own = partition.counts[rank]
+    context = fused_ranks.context_of(mgr, partition, scatter=scatter, method="sequential")
+    x = setting.draw(rank, (num_tokens, setting.hidden), "x")
+    weight = setting.draw(rank, (setting.hidden, setting.hidden), "w")
+    try:
+        if scatter:
+            sequential.reduce_scatter(context, PartialGemm([x], [weight]), torch.empty_like(x[:own]))
+        else:
+            sequential.all_gather(context, x[:own], RowGemm([weight], [None], [torch.empty_like(x)]), None)
+        deadline = time.monotonic() + 6.0
+        while time.monotonic() < deadline:  # an abort word may come after this rank was through
+            mgr.check()
+            time.sleep(0.02)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def stays_away(rank: int, size: int, setting: Setting, scatter: bool) -> str:
+    """Rank 1 takes no part in the second operation: what rank 0 gets."""
+    mgr = setting.open_manager(rank)
+    found, wanted = "", setting.capacity // 2
+    first = fused_ranks.context_of(mgr, TokenPartition.balanced(wanted, size), scatter=False, method="sequential")
+    x = setting.draw(rank, (first.partition.counts[rank], setting.hidden), "x")
+    weight = setting.draw(rank, (setting.hidden, setting.hidden), "w")
+    sequential.all_gather(first, x, RowGemm([weight], [None], [x.new_empty(wanted, setting.hidden)]), None)
+    if rank == 0:
+        started = time.monotonic()
+        found = _outcome(mgr, setting, rank, wanted, scatter)
+        took_s = time.monotonic() - started
+        assert took_s < setting.timeout_s + 20, f"took {took_s:.1f} s"
+    else:
+        time.sleep(setting.timeout_s + 1.0)
+    mgr.abort()
+    return found
+
+
+def another_t(rank: int, size: int, setting: Setting, scatter: bool) -> str:
+    """The last rank's T is one more."""
+    mgr = setting.open_manager(rank)
+    found = _outcome(mgr, setting, rank, setting.capacity // 2 + (rank == size - 1), scatter)
+    mgr.abort()
+    return found

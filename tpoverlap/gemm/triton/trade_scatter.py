@@ -1,0 +1,231 @@
+"""The end of a reduce-scatter of few rows in one small kernel: partial sums to their owners, then own rows are added.
+
+::
+
+    each program:       take the next part of the peers' rows; the first part's program also publishes the descriptor
+                        wait for that peer's credit                                             written by: the peer
+                        copy the part into the peer's slot; take another part; ...
+                        count the parts that were copied
+    who counts last:    arrival flag at every peer (release)                                    written by: this rank
+    each program:       wait for every peer's descriptor to be equal, and for its arrival flag  written by: the peer
+                        add its share of own rows in rank order, in float32; round once; count itself
+    who counts last:    credit to every peer, then the word that tells the host                 written by: this rank
+
+Parts are handed out by a counter, not by the program's number: all of them are taken by programs that run, before one
+of these waits for a peer's rows. The waits are bounded; a sum of something that never came is NaN.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tpoverlap.gemm.triton.words import set_pair, set_word, wait_for_pair, wait_for_words
+
+
+@triton.jit(
+    do_not_specialize=[
+        "source", "out", "bias", "epoch", "record", "digest", "entry", "done", "number", "ends", "parts", "depth",
+        "width", "rank", "received", "arrivals", "credits", "descriptors", "ring_bytes", "flags_bytes", "counters",
+        "limit", "error",
+        "count0", "count1", "count2", "count3", "count4", "count5", "count6", "count7",
+        "data0", "data1", "data2", "data3", "data4", "data5", "data6", "data7",
+        "flag0", "flag1", "flag2", "flag3", "flag4", "flag5", "flag6", "flag7",
+        "told0", "told1", "told2", "told3", "told4", "told5", "told6", "told7",
+        "credit0", "credit1", "credit2", "credit3", "credit4", "credit5", "credit6", "credit7",
+    ]
+)  # fmt: skip
+def trade_scatter(
+    source: tl.int64,
+    out: tl.int64,
+    bias: tl.int64,
+    epoch: tl.int64,
+    record: tl.int64,
+    digest: tl.int64,
+    entry: tl.int64,
+    done: tl.int64,
+    number: tl.int64,
+    ends: tl.int64,
+    parts: tl.int64,
+    depth: tl.int64,
+    width: tl.int64,
+    rank: tl.int64,
+    received: tl.int64,
+    arrivals: tl.int64,
+    credits: tl.int64,
+    descriptors: tl.int64,
+    ring_bytes: tl.int64,
+    flags_bytes: tl.int64,
+    counters: tl.int64,
+    limit: tl.int64,
+    error: tl.int64,
+    count0: tl.int64,
+    count1: tl.int64,
+    count2: tl.int64,
+    count3: tl.int64,
+    count4: tl.int64,
+    count5: tl.int64,
+    count6: tl.int64,
+    count7: tl.int64,
+    data0: tl.int64,
+    data1: tl.int64,
+    data2: tl.int64,
+    data3: tl.int64,
+    data4: tl.int64,
+    data5: tl.int64,
+    data6: tl.int64,
+    data7: tl.int64,
+    flag0: tl.int64,
+    flag1: tl.int64,
+    flag2: tl.int64,
+    flag3: tl.int64,
+    flag4: tl.int64,
+    flag5: tl.int64,
+    flag6: tl.int64,
+    flag7: tl.int64,
+    told0: tl.int64,
+    told1: tl.int64,
+    told2: tl.int64,
+    told3: tl.int64,
+    told4: tl.int64,
+    told5: tl.int64,
+    told6: tl.int64,
+    told7: tl.int64,
+    credit0: tl.int64,
+    credit1: tl.int64,
+    credit2: tl.int64,
+    credit3: tl.int64,
+    credit4: tl.int64,
+    credit5: tl.int64,
+    credit6: tl.int64,
+    credit7: tl.int64,
+    NUM_RANKS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    UNITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """See the module's text. Everything is int64; lengths count groups of MULTIPLE elements.
+
+    Args:
+        source: address of the partial sums [T, width]. out: of own rows' sum. bias: [width], added to own partial sums,
+            which are rounded once more, as `torch.Tensor.add_` does.
+        epoch, record, digest, entry: of this operation; ``entry`` is the descriptor's byte offset in its ring.
+        done, number: address and value of the word that tells the host. ends: 1: give credits and tell the host.
+        parts: the rows of each peer are cut into; 0: do nothing.
+        received: this rank's slot: one block a peer, in rank order, this rank left out.
+        count0 ..: groups of each rank's rows.
+        data0 ..: this rank's block in the slot of each rank.
+        credit0 ..: this rank's credit on each rank.
+        counters: address of three int32, 0 before the launch and after it: the next part, parts that are copied,
+            programs that are through.
+        The rest is as in `trade_gather`.
+    """
+    counts = (count0, count1, count2, count3, count4, count5, count6, count7)
+    datas = (data0, data1, data2, data3, data4, data5, data6, data7)
+    flags = (flag0, flag1, flag2, flag3, flag4, flag5, flag6, flag7)
+    tolds = (told0, told1, told2, told3, told4, told5, told6, told7)
+    grants = (credit0, credit1, credit2, credit3, credit4, credit5, credit6, credit7)
+    ticket = counters.to(tl.pointer_type(tl.int32))
+    partials = source.to(tl.int64).to(tl.pointer_type(DTYPE))  # the interpreter takes a small number for 32 bits
+    if MULTIPLE > 1:
+        partials = tl.multiple_of(partials, 16)
+    given_up = tl.full((), 0, tl.int32)
+    taken = tl.full((), 0, tl.int32)
+    stamp = epoch.to(tl.int32)
+    items = parts * (NUM_RANKS - 1)
+    item = tl.atomic_add(ticket, 1, sem="relaxed")
+    if (item == 0) & (parts > 0):
+        for peer in tl.static_range(NUM_RANKS):
+            if peer != rank:
+                set_pair(tolds[peer] + entry, record, digest)
+    while item < items:
+        # Another peer each time, and not every rank the same one first.
+        destination = (rank + 1 + item % (NUM_RANKS - 1)) % NUM_RANKS
+        part = item // (NUM_RANKS - 1)
+        rows_before = tl.full((), 0, tl.int64)
+        count = tl.full((), 0, tl.int64)
+        start = tl.full((), 0, tl.int64)
+        slot = tl.full((), 0, tl.int64)
+        for peer in tl.static_range(NUM_RANKS):
+            start = tl.where(peer == destination, rows_before, start)
+            count = tl.where(peer == destination, counts[peer], count)
+            slot = tl.where(peer == destination, datas[peer], slot)
+            rows_before += counts[peer]
+        if count > 0:
+            due = (epoch - depth).to(tl.int32)
+            given_up = wait_for_words(credits + destination * 4, 0, 1, due, limit, error, given_up, INTERPRETED)
+        target = slot.to(tl.pointer_type(DTYPE))
+        if MULTIPLE > 1:
+            target = tl.multiple_of(target, 16)
+        first = count * part // parts * MULTIPLE
+        stop = count * (part + 1) // parts * MULTIPLE
+        while first < stop:
+            units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
+            inside = units < stop
+            tl.store(target + units, tl.load(partials + start * MULTIPLE + units, mask=inside), mask=inside)
+            first += UNITS
+        taken += 1
+        item = tl.atomic_add(ticket, 1, sem="relaxed")
+    if taken > 0:
+        tl.debug_barrier()  # the counter's release is one thread's: the other threads' stores have to come before it
+        copied = tl.atomic_add(ticket + 1, taken, sem="acq_rel", scope="sys") + taken
+        if copied == items:
+            tl.store(ticket + 1, 0)  # nobody else touches it before the next launch
+            for peer in tl.static_range(NUM_RANKS):
+                if (peer != rank) & (counts[peer] > 0):
+                    set_word(flags[peer], stamp)
+    if item == items + tl.num_programs(0) - 1:  # nobody takes a part after this one
+        tl.store(ticket, 0)
+    if parts > 0:
+        own_start = tl.full((), 0, tl.int64)
+        own_count = tl.full((), 0, tl.int64)
+        for peer in tl.static_range(NUM_RANKS):
+            own_start += tl.where(peer < rank, counts[peer], 0)
+            own_count = tl.where(peer == rank, counts[peer], own_count)
+        receives = tl.where(own_count > 0, 1, 0)
+        for peer in tl.static_range(NUM_RANKS):
+            if peer != rank:
+                told = descriptors + peer * ring_bytes + entry
+                given_up = wait_for_pair(told, record, digest, limit, error, given_up, INTERPRETED)
+                words = arrivals + peer * flags_bytes
+                given_up = wait_for_words(words, 0, receives, stamp, limit, error, given_up, INTERPRETED)
+        blocks = received.to(tl.pointer_type(DTYPE))
+        results = out.to(tl.int64).to(tl.pointer_type(DTYPE))
+        if MULTIPLE > 1:
+            blocks = tl.multiple_of(blocks, 16)
+            results = tl.multiple_of(results, 16)
+        elements = own_count * MULTIPLE
+        first = tl.program_id(0).to(tl.int64) * UNITS
+        while first < elements:
+            units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
+            inside = units < elements
+            own = tl.load(partials + own_start * MULTIPLE + units, mask=inside, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                biases = bias.to(tl.int64).to(tl.pointer_type(DTYPE)) + units % width
+                own += tl.load(biases, mask=inside, other=0.0).to(tl.float32)
+                own = own.to(DTYPE).to(tl.float32)
+            total = own
+            for summand in tl.static_range(NUM_RANKS):
+                index = summand - tl.where(summand > rank, 1, 0)
+                others = units < tl.where(summand == rank, 0, elements)
+                other = tl.load(blocks + index * elements + units, mask=others, other=0.0).to(tl.float32)
+                term = tl.where(summand == rank, own, other)
+                if summand == 0:
+                    total = term
+                else:
+                    total += term
+            total = tl.where(given_up != 0, float("nan"), total)
+            tl.store(results + units, total.to(DTYPE), mask=inside)
+            first += tl.num_programs(0) * UNITS
+        tl.debug_barrier()  # as above, for the reads of the slot and the stores to `out`
+        through = tl.atomic_add(ticket + 2, 1, sem="acq_rel", scope="sys") + 1
+        if through == tl.num_programs(0):
+            tl.store(ticket + 2, 0)
+            if ends != 0:  # the host's word by no atomic: it may lie in host memory
+                for peer in tl.static_range(NUM_RANKS):
+                    if peer != rank:
+                        set_word(grants[peer], stamp)
+                tl.store(done.to(tl.pointer_type(tl.int32)), number.to(tl.int32))
