@@ -1,9 +1,10 @@
-"""`fused` in one launch for few tokens: every candidate tile beside ring, sequential and NCCL + cuBLAS. One command.
+"""`fused` in one launch for few tokens: every candidate tile beside ring, sequential by copy engine ("sequential") and
+by one small kernel ("kernel"), and NCCL + cuBLAS ("plain"). One command.
 
 ``python -m benchmarks.small_tokens --out FILE`` on a host with two GPUs takes a minute and a half; ``--device cpu``
 runs tiny sizes in Triton's interpreter, which checks this script and no speed. After every row the rows so far are
 written beside the file, as ``FILE.rows``, and in the end the file. From it come `_MOST_TOKENS` of
-``fused_form.py`` and the table of ``gemm/triton/tiles.py``.
+``fused_form.py`` and the table of ``gemm/triton/tiles.py``. ``--tiles none`` leaves the candidates out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget-s", type=float, default=90.0, help="no row is begun later than this")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tiles", default="", help="only these, by name, such as 64x64x128/4,64x128x64/5")
+    parser.add_argument("--tiles", default="", help="only these, by name, such as 64x64x128/4,64x128x64/5; none: none")
     arguments = parser.parse_args(given)
     started = time.monotonic()
     found: dict[str, Any] = {

@@ -21,7 +21,7 @@ from tpoverlap.gemm import PartialGemm
 from tpoverlap.gemm.triton.gates import Slot
 from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.gemm.triton.tiles import INTERPRETED, TileShape
-from tpoverlap.overlap import fused
+from tpoverlap.overlap import fused, kernel_trader
 from tpoverlap.overlap.fused_blocks import Slots, gather_rows, scatter_rows
 from tpoverlap.overlap.fused_launch import RESERVED_PROGRAMS
 from tpoverlap.testing import relative_error
@@ -133,9 +133,11 @@ class _Managers:
         self.manager = tpo.UserBufferManager(None, shape, dtype=dtype, device=device, ub_cfgs=configs, timeout_s=60.0)
         plain = {names[0]: {"method": "sequential"}}
         self.other = tpo.UserBufferManager(None, shape, dtype=dtype, device=device, ub_cfgs=plain, timeout_s=60.0)
+        # Another one, because an operation remembers its form.
+        self.third = tpo.UserBufferManager(None, shape, dtype=dtype, device=device, ub_cfgs=plain, timeout_s=60.0)
         watch.look_at(self.manager)
         self.fused, self.ring = self.manager.get(names[0]), self.manager.get(names[1])
-        self.sequential = self.other.get(names[0])
+        self.sequential, self.by_kernel = self.other.get(names[0]), self.third.get(names[0])
         channel = self.manager.channel
         assert channel is not None, "two ranks"
         self.kernels: dict[str, Any] = {}
@@ -153,9 +155,11 @@ class _Managers:
             self.manager.check()
             self.manager.close()
             self.other.close()
+            self.third.close()
         else:
             self.manager.abort()
             self.other.abort()
+            self.third.abort()
 
     def row(self, rank: int, size: int, tokens: int, rounds: int, watch: StallWatch) -> dict[str, Any]:
         """Correctness first, then interleaved rounds; medians, of the slowest rank."""
@@ -174,6 +178,7 @@ class _Managers:
             "gemm": partial(torch.mm, full, weight.t()),
             "plain": _plain(gathers, x, weight, size),
             "sequential": partial(call, x, weight, self.sequential),
+            "kernel": partial(call, x, weight, self.by_kernel),
             "ring": partial(call, x, weight, self.ring),
             "engine": partial(call, x, weight, self.fused),
             "one_launch": partial(call, x, weight, self.fused),
@@ -220,8 +225,14 @@ class _Managers:
 
     @contextmanager
     def _forced(self, label: str) -> Iterator[None]:
-        """Within the block `fused` has the form or the tile of that name."""
+        """Within the block `fused` has the form or the tile of that name; "sequential" and "kernel" are those of that
+        method: by copy engine, and by one small kernel.
+        """
         chosen, kernels = fused.choose_form, fused._kernels
+        of_sequential = kernel_trader.choose_sequential_form
+        if label in ("sequential", "kernel"):
+            by: Any = "kernel" if label == "kernel" else "engine"
+            kernel_trader.choose_sequential_form = lambda *given: by
         form = "one_launch" if label in self.kernels else label
         if form in ("engine", "one_launch"):
             fused.choose_form = lambda *given: form  # type: ignore[assignment,return-value]
@@ -231,6 +242,7 @@ class _Managers:
             yield
         finally:
             fused.choose_form, fused._kernels = chosen, kernels
+            kernel_trader.choose_sequential_form = of_sequential
 
 
 def _plain(gathers: bool, x: torch.Tensor, weight: torch.Tensor, size: int) -> Callable[[], torch.Tensor]:

@@ -64,7 +64,11 @@ class NullBinary:
 
     def __init__(self, kernel: Kernel, arguments: Sequence[Any], variant: tuple[Any, ...] = ()) -> None:
         self.function = hash((kernel.name, variant)) & 0xFFFFFFFF  # another variant is another function
-        signature = {name: type_of(name, value) for name, value in zip(kernel.arguments, arguments, strict=True)}
+        given = zip(kernel.arguments, arguments, strict=True)
+        if kernel.name.startswith("trade_"):
+            signature = dict.fromkeys(kernel.arguments, "i64")
+        else:
+            signature = {name: type_of(name, value) for name, value in given}
         self.src = SimpleNamespace(signature={**signature, "ROWS": "constexpr"})
         maps = [value for value in arguments if isinstance(value, Described)]
         self.metadata = SimpleNamespace(
