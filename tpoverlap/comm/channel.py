@@ -78,7 +78,8 @@ class Channel:
         self._resources: dict[str, Any] = {}
         self._own_bytes: list[tuple[int, int]] = []
         self._sequence = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Of whoever claims a slot or a number."""
         self._turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
         self._open = 0  # operations of the thread that has the turn
         self._ends_with_operation = False
@@ -133,8 +134,7 @@ class Channel:
         It does wait for an operation that another thread of this process has open: two that take turns on the slots
         of one region could each wait for a credit that the other has yet to grant. Leaving the exchange ends the turn.
         """
-        self._turn.acquire()
-        self._open += 1
+        self.enter()
         try:
             exchange = self._claim(outline)
             try:
@@ -152,6 +152,11 @@ class Channel:
         self.trace = trace
         self.ranges = self.backend.ranges or trace is not None
 
+    def enter(self) -> None:
+        """Wait until no other thread has an operation open; in the end comes `leave`."""
+        self._turn.acquire()
+        self._open += 1
+
     def leave(self) -> None:
         """The operation that `open` started is over: another thread may start one."""
         self._open -= 1
@@ -161,11 +166,11 @@ class Channel:
 
     def _claim(self, outline: Outline) -> Exchange:
         region = self.regions[outline.region]
-        with self._lock:
+        with self.lock:
             self.check()
             caller = self.transport.caller_stream()  # first: it may refuse, and nothing has been claimed yet
             use = region.uses = region.uses + 1
-            flight = self._next_flight(outline, region.index + 1, use)
+            flight = self.next_flight(outline, region.index + 1, use)
             return self.transport.new_exchange(self, Claim(outline, region, use, flight, caller))
 
     def announced(self, outline: Outline) -> Announced:
@@ -174,13 +179,12 @@ class Channel:
 
     def meet(self, outline: Outline) -> tuple[Flight, Stream]:
         """The start of `announced`. In the end come `part` and `leave`."""
-        self._turn.acquire()
-        self._open += 1
+        self.enter()
         try:
-            with self._lock:
+            with self.lock:
                 self.check()
                 caller = self.transport.caller_stream()
-                flight = self._next_flight(outline, 0, 0)
+                flight = self.next_flight(outline, 0, 0)
             try:
                 self.transport.meet(flight.descriptor, caller)
             except BaseException as error:
@@ -202,7 +206,7 @@ class Channel:
     def hand_out_slot(self, region_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """View of the slot that the region's next operation uses; its credit then waits for the next-but-one."""
         region = self.regions[region_name]
-        with self._lock:
+        with self.lock:
             self.check()
             epoch = region.uses + 1
             region.held.add(epoch)
@@ -235,7 +239,8 @@ class Channel:
         """The stream that the caller's tensors are ordered on."""
         return self.transport.caller_stream()
 
-    def _next_flight(self, outline: Outline, region: int, epoch: int) -> Flight:
+    def next_flight(self, outline: Outline, region: int, epoch: int) -> Flight:
+        """The next operation, which begins. Under the lock."""
         sequence = self._sequence = self._sequence + 1
         descriptor = Descriptor(sequence, outline.label, outline.partition.total, outline.digest(region, epoch))
         self.transport.diagnosis.remember(descriptor)
@@ -307,7 +312,7 @@ class Channel:
     def end(self, error: BaseException, sequence: int | None = None) -> None:
         """Store the first error and tell the peers, once, whichever thread it came from."""
         self.fault.set(error)
-        with self._lock:
+        with self.lock:
             if self._told_peers:
                 return
             self._told_peers = True

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 _MASK16 = 0xFFFF
 _MASK32 = 0xFFFFFFFF
-_MASK64 = 0xFFFFFFFFFFFFFFFF
+MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 @lru_cache(maxsize=1024)
@@ -51,7 +51,7 @@ def text_hash(text: str) -> int:
 
 def digest64(*parts: int) -> int:
     """Hash of integers. Python's hash of a tuple of integers does not depend on the process or on PYTHONHASHSEED."""
-    return hash(parts) & _MASK64
+    return hash(parts) & MASK64
 
 
 def sequence_matches(record: int, sequence: int) -> bool:

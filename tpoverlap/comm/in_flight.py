@@ -43,7 +43,10 @@ class InFlight:
             flight.over = True
         flight.finished = finished
         flights = self._flights
-        while flights and flights[0].is_over():
+        while flights:
+            first = flights[0]
+            if not (first.over or (first.finished is not None and first.finished.done())):  # `is_over`, fewer calls
+                break
             flights.popleft()
 
     def oldest(self) -> Flight | None:

@@ -22,7 +22,7 @@ and gather(x), so that ``backward_dw`` communicates nothing. Frozen weights: not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -56,7 +56,7 @@ class ColumnLinear(torch.autograd.Function):
         num_weights: int,
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        weights = cast("tuple[torch.Tensor, ...]", parameters[:num_weights])
+        weights: Sequence[torch.Tensor] = parameters[:num_weights]  # type: ignore[assignment]  # none of these is None
         biases = parameters[num_weights:]
         outs, matrices, features = [], [], 0
         for weight in weights:
@@ -83,6 +83,8 @@ class ColumnLinear(torch.autograd.Function):
             RowGemm(matrices, biases, outs),
             keep if return_gathered or saves else None,
         )
+        if True not in ctx.needs_input_grad:  # no backward follows
+            return (*outs, *gathered) if return_gathered else tuple(outs)
         ctx.layer, ctx.partition, ctx.num_weights, ctx.return_gathered = layer, partition, num_weights, return_gathered
         # The parameters themselves: what autograd unpacks under recomputation is not them, but has no main_grad.
         ctx.parameters = tuple(weights) if grads_of(layer).needs_parameters else ()

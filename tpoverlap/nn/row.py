@@ -45,6 +45,8 @@ class RowLinear(torch.autograd.Function):
         out = x.new_empty(partition.counts[rank], weight.shape[0])
         operation = layer.manager.operation(layer.fprop, partition, scatter=True, features=x.shape[1])
         gemm_then_scatter(operation, PartialGemm([x], [weight.t()], bias=bias), out)
+        if True not in ctx.needs_input_grad:  # no backward follows
+            return out
         ctx.layer, ctx.partition = layer, partition
         ctx.parameters = (weight,) if grads_of(layer).needs_parameters else ()
         ctx.save_for_backward(keepable(layer.manager, x), weight)

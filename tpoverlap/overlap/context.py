@@ -22,6 +22,8 @@ from tpoverlap.comm import (
     pipeline_schedule,
     reduce_scatter_schedule,
 )
+from tpoverlap.comm.quick_trade import QuickTrade
+from tpoverlap.comm.transport import DeviceTransport
 from tpoverlap.config import OverlapConfig
 from tpoverlap.gemm.fp8 import SCALE_BYTES
 from tpoverlap.tokens import TokenPartition
@@ -78,6 +80,7 @@ class OperationContext:
     )
     _outlines: dict[tuple[bool, int | None, Order], Outline] = field(init=False, repr=False, default_factory=dict)
     _traders: dict[bool, Trader | None] = field(init=False, repr=False, default_factory=dict)
+    _quick: dict[bool, QuickTrade | None] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.own_rows = self.partition.rows(self.rank)
@@ -133,6 +136,21 @@ class OperationContext:
         exchange = channel.open(outline)
         exchange.trader = trader
         return exchange
+
+    def quick_trade(self, *, scatter: bool) -> QuickTrade | None:
+        """What does such an operation in few calls, if it can; `open_trade` always can."""
+        quick = self._quick
+        return quick[scatter] if scatter in quick else self._new_quick_trade(scatter)
+
+    def _new_quick_trade(self, scatter: bool) -> QuickTrade | None:
+        channel, made = self.channel, None
+        trader = self._new_trader(scatter) if self.uses_buffers else None
+        if trader is not None:
+            assert channel is not None and isinstance(channel.transport, DeviceTransport), "who brings a trader"
+            outline = self._new_outline(scatter, None, "traded")
+            made = QuickTrade(channel, channel.transport.signals, outline, trader, self.width)
+        self._quick[scatter] = made
+        return made
 
     def _new_trader(self, scatter: bool) -> Trader | None:
         from tpoverlap.overlap.kernel_trader import kernel_trader

@@ -63,6 +63,10 @@ def gemm_then_scatter(context: OperationContext, gemm: PartialGemm, out: torch.T
 
 def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered) -> None:
     """All-gather of [T_r, H] beside ``work``, a GEMM that does not depend on it."""
+    channel = context.channel
+    plainly = channel is not None and not channel.ranges and context.method == "sequential"
+    if plainly and sequential.gather_quickly(context, x_shard_t, work, read_gathered):
+        return
     with open_gather(context, x_shard_t) as gather:
         gather.run_beside(work)
         gather.read(read_gathered)

@@ -49,8 +49,12 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
     channel, partition = context.channel, context.partition
     if channel is None:
         reduce_scatter_rows(summands, partition, context.group, out)
-    elif context.uses_buffers:
-        _through_buffers(context, summands, lambda: None, None, out)
+        return
+    quick = context.quick_trade(scatter=True)
+    if quick is not None and quick.add(summands, None, None, out):
+        return
+    if context.uses_buffers:
+        _through_buffers(context, summands, None, None, out)
     else:
         _mark(channel, "wait")
         with channel.announced(context.plainly("reduce-scatter")) as descriptor:
@@ -59,6 +63,12 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
             finish = functools.partial(channel.finish_collective, descriptor)
             reduce_scatter_rows(summands, partition, context.group, out, finish)
             _mark(channel, "collective_end")
+
+
+def gather_quickly(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read: ReadGathered) -> bool:
+    """See `tpoverlap.overlap.registry.gather_beside`. False: nothing was done."""
+    quick = context.quick_trade(scatter=False)
+    return quick is not None and quick.gather(x_shard_t, lambda *whole: work(), read)
 
 
 def _mark(channel: Channel, what: str) -> None:
@@ -72,6 +82,9 @@ def all_gather(
     context: OperationContext, x_shard_t: torch.Tensor, gemm: RowGemm, read_gathered: ReadGathered | None
 ) -> None:
     """See `tpoverlap.overlap.registry.gather_then_gemm`."""
+    quick = context.quick_trade(scatter=False)
+    if quick is not None and quick.gather(x_shard_t, gemm.rows, read_gathered):
+        return
     if context.uses_buffers:
         with bulk.PendingGather(context, x_shard_t) as gather:
             gather.run_beside(lambda: gemm.rows(gather.whole, 0))  # beside nothing any more
@@ -88,22 +101,30 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
     """See `tpoverlap.overlap.registry.gemm_then_scatter`."""
     summands = gemm.empty(context.partition.total, gemm.width)
 
-    multiply = functools.partial(gemm.rows, 0, context.partition.total, summands)
+    quick = context.quick_trade(scatter=True)
+    if quick is not None and quick.add(summands, gemm.rows, gemm.bias, out):
+        return
     if context.uses_buffers:
-        _through_buffers(context, summands, multiply, gemm.bias, out)
+        _through_buffers(context, summands, gemm.rows, gemm.bias, out)
     else:
-        multiply()
+        gemm.rows(0, context.partition.total, summands)
         if gemm.bias is not None:
             summands[context.own_rows].add_(gemm.bias)
         scatter(context, summands, out)
 
 
 def _through_buffers(
-    context: OperationContext, summands: torch.Tensor, multiply: Work, bias: torch.Tensor | None, out: torch.Tensor
+    context: OperationContext,
+    summands: torch.Tensor,
+    multiply: Callable[[int, int, torch.Tensor], object] | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
     """Compute ``summands``, then send all of them, then add, ``bias`` to own rows before that."""
     with context.open_trade(scatter=True) as exchange:
-        exchange.run(exchange.caller, multiply, "gemm", 0)
+        if multiply is not None:
+            work = functools.partial(multiply, 0, context.partition.total, summands)
+            exchange.run(exchange.caller, work, "gemm", 0)
         if exchange.trade_and_add(summands, bias, out):
             return
         own_partial = summands[context.own_rows]
