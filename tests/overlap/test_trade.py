@@ -50,3 +50,35 @@ def test_a_peer_that_never_comes_is_an_error(pool: RankPool, scatter: bool) -> N
 def test_another_t_is_an_error_on_every_rank(pool: RankPool, scatter: bool) -> None:
     for message in pool.run(trade_ranks.another_t, setting(timeout_s=20.0), scatter):
         assert message.startswith("RankMismatchError"), message
+
+
+def test_late_ranks(pool: RankPool) -> None:
+    assert pool.run(trade_ranks.late, 6) == [{"gather": 6, "add": 6, "end": 5}] * 2  # flags are refreshed once a region
+
+
+def test_three_ranks() -> None:
+    with RankPool(3, env={"TRITON_INTERPRET": "1"}) as more:
+        assert more.run(trade_ranks.late, 5) == [{"gather": 5, "add": 5, "end": 4}] * 3
+        assert more.run(trade_ranks.odd_turns, 4)[2]["gather"] > 4
+
+
+def test_held_slots_refreshed_flags_and_ranks_of_different_forms(pool: RankPool) -> None:
+    """Rank 0 leaves two of six partitions to the copy engine; one operation under a trace each."""
+    mixed, plain = pool.run(trade_ranks.odd_turns, 6)
+    assert (plain["gather"], plain["add"]) == (7, 6) and (mixed["gather"], mixed["add"]) == (5, 4)
+    assert 0 < plain["end"] < plain["gather"], "held slots and refreshed flags take a batch"
+
+
+def test_two_callers_streams(pool: RankPool) -> None:
+    assert pool.run(trade_ranks.two_streams, 6) == [{"gather": 6, "add": 6, "end": 5}] * 2
+
+
+def test_what_fp8_layers_gather(pool: RankPool) -> None:
+    assert pool.run(trade_ranks.small_numbers) == [{"gather": 9, "add": 0, "end": 8}] * 2
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_rank_raises(pool: RankPool, scatter: bool) -> None:
+    peer, raising = pool.run(trade_ranks.raises_inside, scatter)
+    assert raising.startswith("TpOverlapError") and "something in the model" in raising, raising
+    assert peer.startswith("PeerTimeoutError") and "rank 1" in peer, peer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,13 +13,16 @@ import torch
 
 from tests.comm import operations as ops
 from tests.overlap import fused_ranks
+from tpoverlap.comm import Trace, device_exchange, quick_trade
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.manager import UserBufferManager
-from tpoverlap.overlap import sequential
+from tpoverlap.overlap import gather_beside, sequential
 from tpoverlap.overlap.kernel_trader import KernelTrader
 from tpoverlap.testing.conformance.setting import Setting
-from tpoverlap.testing.simulated import SimulatedBackend
+from tpoverlap.testing.simulated import CALLER, SimulatedBackend, SimulatedDriver
 from tpoverlap.tokens import TokenPartition
+
+KINDS = ("sequential_ag", "sequential_rs")
 
 
 class Traded:
@@ -48,16 +52,6 @@ def counted() -> Iterator[Traded]:
 
 def open_manager(timeout_s: float = 30.0, **options: Any) -> UserBufferManager:
     return ops.make_manager(SimulatedBackend, timeout_s, **options)  # type: ignore[arg-type]
-
-
-def walk(rank: int, size: int, turns: int, kinds: tuple[str, ...]) -> dict[str, int]:
-    """Every partition by every kind, results bit by bit; how often kernels did it."""
-    with open_manager() as mgr, counted() as traded:
-        for seed, partition in enumerate(ops.partitions(size, turns)):
-            for kind in kinds:
-                ops.run_checked(mgr, kind, partition, seed)
-        mgr.check()
-    return traded.calls
 
 
 def conform(rank: int, size: int, setting: Setting, partitions: Sequence[TokenPartition], terms: int = 1) -> bool:
@@ -139,3 +133,119 @@ def another_t(rank: int, size: int, setting: Setting, scatter: bool) -> str:
     found = _outcome(mgr, setting, rank, setting.capacity // 2 + (rank == size - 1), scatter)
     mgr.abort()
     return found
+
+
+def odd_turns(rank: int, size: int, turns: int) -> dict[str, int]:
+    """Held slots, flags that are refreshed all the time, ranks of different forms, a trace: results bit by bit."""
+    with open_manager() as mgr, counted() as traded:
+        assert mgr.channel is not None, "several ranks"
+        with mock.patch.object(device_exchange, "REFRESH_EVERY", 3), mock.patch.object(quick_trade, "REFRESH_EVERY", 3):
+            for seed, partition in enumerate(ops.partitions(size, turns)):
+                hook = (lambda *transfer: None) if seed % 3 == 1 and rank == 0 else None
+                mgr.channel.before_copy = hook  # that rank takes the copy engine
+                if seed % 3 == 2:
+                    mgr.set_active_shape((partition.total, ops.WIDTH), partition)
+                    held = mgr.get("plain_ag_fprop").get_buffer(local_chunk=True)
+                    assert held.shape[0] == partition.counts[rank]
+                for kind in KINDS:
+                    ops.run_checked(mgr, kind, partition, seed)
+        mgr.channel.before_copy = None
+        trace = Trace(mgr.channel.device)
+        mgr.channel.record(trace)
+        ops.run_checked(mgr, "sequential_ag", partition, turns)
+        mgr.channel.record(None)
+        ops.run_checked(mgr, "sequential_ag", partition, turns + 1)
+        mgr.check()
+    return traded.calls
+
+
+class _TwoCallersDriver(SimulatedDriver):
+    """Two callers' streams, both of which do everything at once; torch's work is on ``current``."""
+
+    current_handle = CALLER
+
+    def caller_stream(self) -> int:
+        return self.current_handle
+
+    def _give(self, stream: int, work: Any) -> None:
+        super()._give(CALLER if stream == _OTHER else stream, work)
+
+
+class _TwoCallersBackend(SimulatedBackend):
+    def driver(self) -> SimulatedDriver:
+        return _TwoCallersDriver()
+
+
+_OTHER = 1000
+
+
+def two_streams(rank: int, size: int, turns: int) -> dict[str, int]:
+    """The same slots from two callers' streams in turn."""
+    with ops.make_manager(_TwoCallersBackend, 30.0) as mgr, counted() as traded:  # type: ignore[arg-type]
+        assert mgr.channel is not None, "several ranks"
+        driver = mgr.channel.transport.driver
+        assert isinstance(driver, _TwoCallersDriver), "the backend's"
+        for seed, partition in enumerate(ops.partitions(size, turns)):
+            for number, kind in enumerate(KINDS):
+                driver.current_handle = (CALLER, _OTHER)[(seed // 2 + number) % 2]
+                ops.run_checked(mgr, kind, partition, seed)
+        mgr.check()
+    return traded.calls
+
+
+def raises_inside(rank: int, size: int, scatter: bool) -> str:
+    """Rank 1's GEMM raises in the third operation: what each rank gets."""
+    boom = mock.patch.object(RowGemm, "rows", _boom), mock.patch.object(PartialGemm, "rows", _boom)
+    mgr, partition = open_manager(20.0), TokenPartition.balanced(30, size)
+    for seed in range(2):
+        ops.run_checked(mgr, KINDS[scatter], partition, seed)
+    started = time.monotonic()
+    with boom[scatter] if rank == 1 else nullcontext():
+        with suppress(Exception):
+            ops.run(mgr, KINDS[scatter], partition, 2)
+        found = ""
+        while not found and time.monotonic() < started + 8.0:
+            try:
+                mgr.check()
+                time.sleep(0.02)
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"
+    mgr.close()
+    return found
+
+
+def _boom(*arguments: Any) -> None:
+    raise ValueError("something in the model")
+
+
+def late(rank: int, size: int, turns: int) -> dict[str, int]:
+    """Each rank in turn comes late to an operation, which then waits in its kernel."""
+    with open_manager() as mgr, counted() as traded:
+        for seed, partition in enumerate(ops.partitions(size, turns)):
+            if rank == seed % size:
+                time.sleep(0.05)
+            for kind in KINDS:
+                ops.run_checked(mgr, kind, partition, seed)
+        mgr.check()
+    return traded.calls
+
+
+def small_numbers(rank: int, size: int) -> dict[str, int]:
+    """What FP8 layers gather beside nothing: a float32 a rank, bytes of rows, in slots of odd sizes."""
+    with open_manager(ub_cfgs={"qkv_fprop": {"method": "sequential"}}) as mgr, counted() as traded:
+        for turn in range(3):
+            for dtype, width in ((torch.float32, 1), (torch.uint8, 3), (torch.uint8, 16)):
+                partition = TokenPartition.from_counts([2] * (size - 1) + [1])
+                base = mgr.operation(mgr.get("qkv_fprop"), partition, scatter=False)
+                context = base.variant(method="sequential", dtype=dtype, width=width, tag="/fp8-scales")
+                whole = torch.arange(partition.total * width).add(turn).view(-1, width).to(dtype)
+                found: list[torch.Tensor] = []
+                read = partial(_keep, found)
+                gather_beside(context, whole[partition.rows(rank)].contiguous(), lambda: None, read)
+                assert torch.equal(found[0], whole), (dtype, width, found[0], whole)
+        mgr.check()
+    return traded.calls
+
+
+def _keep(found: list[torch.Tensor], whole: torch.Tensor) -> None:
+    found.append(whole.clone())

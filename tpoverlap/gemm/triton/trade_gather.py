@@ -11,7 +11,8 @@
 
 So the descriptor and all rows come before the flag (the counter is passed on with acquire and release order), and only
 one program waits for rows, when nothing is left to send: however few programs the GPU has room for, all ranks' rows are
-on their way before any rank waits. The waits are bounded; after one that was given up the peers' rows here are NaN.
+on their way before any rank waits. The waits are bounded; after one that was given up this rank sends nothing more, and
+its slot is NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -126,7 +127,7 @@ def trade_gather(
         stop = count * (number + 1) // parts * MULTIPLE
         while first < stop:
             units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
-            inside = units < stop
+            inside = units < tl.where(given_up != 0, 0, stop)  # without the credits nothing may be overwritten
             value = tl.load(units_in + units, mask=inside)
             for target in tl.static_range(NUM_RANKS):
                 if (target != rank) | keeps:
@@ -145,7 +146,7 @@ def trade_gather(
             if count > 0:
                 for peer in tl.static_range(NUM_RANKS):
                     if peer != rank:
-                        set_word(flags[peer], stamp)
+                        set_word(flags[peer], tl.where(given_up != 0, stamp - 1, stamp))  # a value that nobody awaits
             for peer in tl.static_range(NUM_RANKS):
                 if peer != rank:
                     told = descriptors + peer * ring_bytes + entry

@@ -164,7 +164,7 @@ def trade_scatter(
         stop = count * (part + 1) // parts * MULTIPLE
         while first < stop:
             units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
-            inside = units < stop
+            inside = units < tl.where(given_up != 0, 0, stop)  # without the credit nothing may be overwritten
             tl.store(target + units, tl.load(partials + start * MULTIPLE + units, mask=inside), mask=inside)
             first += UNITS
         taken += 1
@@ -176,7 +176,7 @@ def trade_scatter(
             tl.store(ticket + 1, 0)  # nobody else touches it before the next launch
             for peer in tl.static_range(NUM_RANKS):
                 if (peer != rank) & (counts[peer] > 0):
-                    set_word(flags[peer], stamp)
+                    set_word(flags[peer], tl.where(given_up != 0, stamp - 1, stamp))  # a value that nobody awaits
     if item == items + tl.num_programs(0) - 1:  # nobody takes a part after this one
         tl.store(ticket, 0)
     if parts > 0:
