@@ -24,6 +24,8 @@ BROKEN = {
     "no_computed": "(r) fused RS: the kernel that fills the GPU starts before the peers have computed its rows",
     "waits_before_pushing": "(s) one launch: programs wait for the peers' rows before they send their own",
     "no_reserve": "(t) one launch: the kernel leaves no multiprocessor to other libraries",
+    "first_flags": "(v) one kernel: the program that has copied its part first sets the flags, not the last one",
+    "first_credits": "(w) one kernel: the program that is through first gives the credits, not the last one",
     "early_refresh": "(u) one launch: the refresh of all arrival flags does not wait for the kernel that sends rows",
 }
 """Broken variants. (d), depth 1 with the credit of two uses ago, is ``Config(depth=1, credit_lag=2)``."""
@@ -40,7 +42,8 @@ class Config:
             this rank starts the next-but-one operation on the region; S only compares descriptors (the
             ``sequential`` method, which moves its rows with plain collectives). G and F are `fused` AG and RS by copy
             engine, L and M in one launch. T and U are AG and RS with nothing beside the transfers (order "at_once"), B
-            an RS that publishes its descriptor with the first transfer (order "behind").
+            an RS that publishes its descriptor with the first transfer (order "behind"). K and N are AG and RS whose
+            exchange is one kernel of two programs (order "traded"): the second one has the pieces from the second on.
         depth: slots a region.
         credit_lag: a source waits for the credit of ``u - credit_lag``; None: ``depth``, as it must be.
         ring: descriptors kept for each source.

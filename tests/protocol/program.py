@@ -19,14 +19,16 @@ same rules: an AG cell is the chunk of a source, an RS cell the partial rows tha
 from __future__ import annotations
 
 from .config import Config
-from .fused import FusedSteps
 from .steps import Code, Op, Step, Thread
+from .trade import TradeSteps
 from .words import Words
 
 FORMS = {"G": ("A", "engine"), "F": ("R", "engine"), "L": ("A", "launch"), "M": ("R", "launch")}
 """Letters of `fused`: region and form."""
 ORDERS = {"T": ("A", "at_once"), "U": ("R", "at_once"), "B": ("R", "behind")}
 """Letters of operations whose `Outline.order` is not "beside": region and order."""
+TRADES = {"K": "A", "N": "R"}
+"""Letters of operations whose exchange is one kernel: region."""
 
 
 def build(config: Config) -> Code:
@@ -46,7 +48,7 @@ def _build(config: Config, words: Words) -> Code:
     return code
 
 
-class _RankBuilder(FusedSteps):
+class _RankBuilder(TradeSteps):
     """Writes the programs of one rank."""
 
     def build(self) -> None:
@@ -59,6 +61,8 @@ class _RankBuilder(FusedSteps):
         for number, (letter, variant) in enumerate(config.rank_ops(self.rank)):
             kind, form = FORMS.get(letter, (letter.upper(), ""))
             kind, order = ORDERS.get(letter, (kind, "beside"))
+            if letter.upper() in TRADES:
+                kind, order = TRADES[letter.upper()], "traded"
             uses[kind] += 1
             op = Op(self.rank, number + 1, kind, uses[kind], variant, letter.islower(), form)
             if op.held:
@@ -101,6 +105,11 @@ class _RankBuilder(FusedSteps):
             receives[-1:-1] = credits
         else:
             tail += credits
+        if order == "traded":
+            first, second = self._traded(op, caller, comm, publish)
+            comm.steps += second
+            caller.steps += [*head, *first, *([] if "first_credits" in broken else credits)]
+            return
         if op.form == "launch":
             sends = self._launch_sends(op, caller, publish)
             if not self.config.one_queue:

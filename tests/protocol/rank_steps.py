@@ -266,10 +266,10 @@ class RankSteps:
             steps += [*expect, *reads] if self.config.descriptor_wait else [reads[0], *expect, *reads[1:]]
         return steps
 
-    def _reads(self, op: Op, source: int, arrival: bool) -> list[Step]:
-        """Wait for (unless it is a held slot's late reader) and read what ``source`` sent."""
+    def _reads(self, op: Op, source: int, arrival: bool, part: slice = slice(None)) -> list[Step]:
+        """Wait for (unless it is a held slot's late reader) and read what ``source`` sent, or a part of its pieces."""
         steps: list[Step] = []
-        for piece in range(self.config.num_pieces(op.seq, op.kind, source, self.rank)):
+        for piece in range(self.config.num_pieces(op.seq, op.kind, source, self.rank))[part]:
             word = self._arrival_word(self.rank, op, source, piece)
             if arrival:
                 label = self._label(op, f"piece {piece} of rank {source} has arrived")
