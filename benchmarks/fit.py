@@ -50,7 +50,7 @@ class Fitted:
         if seen.quantity == "plain":  # a GEMM and the library's collective, one after the other
             return plain(device, problem).time_us
         assert seen.candidate is not None, "a method's time has a candidate"
-        return estimate(device, problem, seen.candidate, current=seen.current).time_us
+        return estimate(device, problem, seen.candidate, current=seen.current, traded=seen.traded).time_us
 
 
 def fit(start: DeviceModel, observations: Sequence[Observation]) -> Fitted:
@@ -78,6 +78,13 @@ def fit(start: DeviceModel, observations: Sequence[Observation]) -> Fitted:
     for seen in pick("method", "fused"):
         assert seen.problem is not None and seen.candidate is not None, "a method has both"
         by_form[launched_as(seen.problem, seen.candidate)].append(seen)
+    exchange = start.exchange
+    fitted = _search(
+        fitted,
+        (exchange.latency_us, exchange.gb_s),
+        lambda one, v: replace(one, trade=Rate(v[0], v[1])),
+        [seen for seen in pick("method", "sequential") if _launches(seen) == "traded"],
+    )
     fitted = _search(
         fitted,
         (start.fused.fixed_us, start.fused.gemm_factor),
@@ -144,7 +151,7 @@ def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str
         assert seen.problem is not None, "a method has one"
         if seen.candidate.aggregate:
             continue
-        launches = launched_as(seen.problem, seen.candidate)
+        launches = _launches(seen)
         key = ("rs" if seen.problem.is_scatter else "ag", launches, seen.candidate.num_splits)
         if seen.quantity == "host":
             alone.setdefault(key, []).append(seen.time_us)
@@ -161,6 +168,11 @@ def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str
         each = max(0.0, (slow - fast) / (many - few))
         host |= {"rs pipeline": round(each, 1), "rs fixed": round(max(0.0, fast - few * each), 1)}
     return host
+
+
+def _launches(seen: Observation) -> str:
+    assert seen.problem is not None and seen.candidate is not None, "a method's time has both"
+    return launched_as(seen.problem, seen.candidate, traded=seen.traded)
 
 
 def _search(

@@ -32,7 +32,7 @@ class Observation:
     ``quantity``: "gemm", "gather" or "scatter" (a collective alone), "plain" (both in turn), "copy", "method"
     (``candidate`` of ``problem``) or "host" (its launches alone; without a candidate those of "plain"). ``code``:
     whose launches the time contains, "" where they cannot have been the limit. ``size_bytes``: of a copy.
-    ``current``: by this library as it is now, see `tpoverlap.tuning.estimate`.
+    ``current``, ``traded``: by this library as it is now, see `tpoverlap.tuning.estimate`.
     """
 
     source: str
@@ -43,6 +43,7 @@ class Observation:
     code: str = ""
     size_bytes: int = 0
     current: bool = False
+    traded: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,6 +132,7 @@ def _checks(source: str, data: dict[str, Any]) -> Iterator[Observation]:
 def _bench(source: str, data: dict[str, Any]) -> Iterator[Observation]:
     """``tpoverlap bench``'s suite gemm: queued behind a delay launches cost nothing, eager they may be the limit."""
     tp_size = data["environment"].get("tp_size", 2)
+    traded = "most_traded_bytes" in data["environment"]
     for row in data["rows"]:
         if row.get("suite") != "gemm" or row.get("numbers", "bfloat16") != "bfloat16":
             continue  # FP8 rows: `benchmarks.fp8_operations`
@@ -154,7 +156,10 @@ def _bench(source: str, data: dict[str, Any]) -> Iterator[Observation]:
                 if is_plain:
                     yield Observation(source, "plain", times[mode], problem, code=whose)
                 else:
-                    yield Observation(source, "method", times[mode], problem, candidate_of(label), whose, current=True)
+                    candidate = candidate_of(label)
+                    yield Observation(
+                        source, "method", times[mode], problem, candidate, whose, current=True, traded=traded
+                    )
 
 
 def _small_tokens(source: str, data: dict[str, Any]) -> Iterator[Observation]:
@@ -174,10 +179,12 @@ def _small_tokens(source: str, data: dict[str, Any]) -> Iterator[Observation]:
             elif label == "plain":
                 yield Observation(source, "plain", times["queued_us"], problem)
                 yield Observation(source, "host", times["host_us"], problem, code="plain")
-            elif label in ("sequential", "ring", fused):
-                candidate = candidate_of("fused" if label == fused else label)
-                yield Observation(source, "method", times["queued_us"], problem, candidate, current=True)
-                yield Observation(source, "host", times["host_us"], problem, candidate, OURS, current=True)
+            elif label in ("sequential", "kernel", "ring", fused):
+                traded = label == "kernel"  # beside it, "sequential" is by copy engine
+                candidate = candidate_of("sequential" if traded else "fused" if label == fused else label)
+                form = {"current": True, "traded": traded}
+                yield Observation(source, "method", times["queued_us"], problem, candidate, **form)
+                yield Observation(source, "host", times["host_us"], problem, candidate, OURS, **form)
 
 
 def candidate_of(label: str) -> Candidate:

@@ -12,6 +12,7 @@ from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.dispatch import Decision
 from tpoverlap.gemm.fp8 import SCALE_BYTES
 from tpoverlap.overlap.fp8 import METHODS
+from tpoverlap.overlap.kernel_trader import exchange_form
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ def explanation(
     """
     tokens, width = partition.total, communicator.width
     size_bytes = tokens * width * dtype.itemsize
+    form = _form(communicator, partition, decision)
     lines = [
         f"{communicator.name} at T={tokens}: {_method(decision)} ({communicator.config.direction})",
         f"  chosen by: {decision.source}: {decision.reason}",
         *([f"  by T: {remark}"] if remark else []),
+        *([f"  form: {form}"] if form else []),
         f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {width}], {size_bytes} bytes",
         *(_under_recipe(communicator, *fp8, tokens, size_bytes, dtype) if fp8 else []),
         f"  backend: {backend}",
@@ -62,6 +65,18 @@ def _under_recipe(
         f"    by {_method(decision)}, chosen by: {decision.source}: {decision.reason}",
         *([f"    by T: {remark}"] if remark else []),
     ]
+
+
+def _form(communicator: CommOverlap, partition: TokenPartition, decision: Decision) -> str:
+    """How sequential moves its rows through registered buffers; "" where it does not."""
+    manager = communicator.manager
+    channel = manager.channel
+    if channel is None or decision.method != "sequential" or decision.source == "overflow":
+        return ""
+    if not communicator.registered or not channel.backend.one_sided:
+        return ""
+    sums = manager.dtype if communicator.is_reduce_scatter else None
+    return exchange_form(channel, partition.counts, communicator.width * manager.dtype.itemsize, sums)
 
 
 def _in_fp8(communicator: CommOverlap, decision: Decision, tokens: int, size_bytes: int, dtype: torch.dtype) -> str:

@@ -31,7 +31,7 @@ def test_compiled_for_hopper(run_module: Callable[..., str], kernel: str) -> Non
             assert found["flags"] == ranks and not found["host_atomics"], found
             continue
         assert found["wide_stores"] and found["wide_loads"], "16-byte vectors"
-        assert found["acquires32"] and found["acquires64"], found
+        assert found["acquires32"] and found["pairs"], found
         assert found["counted_after_barrier"], "one thread counts what all threads have stored"
         assert found["publishes"] == ranks, "record with release order, digest before it"
 
@@ -76,7 +76,7 @@ def main(name: str, ranks: int) -> None:
                 "wide_stores": ptx.count("st.global.v4.b32"),
                 "wide_loads": ptx.count("ld.global.v4.b32"),
                 "acquires32": ptx.count("ld.acquire.sys.global.b32"),
-                "acquires64": ptx.count("ld.acquire.sys.global.b64"),
+                "pairs": ptx.count("ld.relaxed.sys.global.v2.b64"),
                 "publishes": ptx.count("release.exch.b64"),
                 "flags": ptx.count("release.exch.b32"),
                 "host_atomics": ptx.count("relaxed.exch.b32"),

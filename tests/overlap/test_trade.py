@@ -82,3 +82,9 @@ def test_a_rank_raises(pool: RankPool, scatter: bool) -> None:
     peer, raising = pool.run(trade_ranks.raises_inside, scatter)
     assert raising.startswith("TpOverlapError") and "something in the model" in raising, raising
     assert peer.startswith("PeerTimeoutError") and "rank 1" in peer, peer
+
+
+def test_explain_says_which_form(pool: RankPool) -> None:
+    for few, many in pool.run(trade_ranks.explained):
+        assert "form: one small kernel exchanges the rows" in few, few
+        assert "form: rows by copy engine" in many and "more than the kernel is for" in many, many

@@ -13,6 +13,7 @@ import torch
 
 from tests.comm import operations as ops
 from tests.overlap import fused_ranks
+from tpoverlap import fused_form
 from tpoverlap.comm import Trace, device_exchange, quick_trade
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.manager import UserBufferManager
@@ -249,3 +250,11 @@ def small_numbers(rank: int, size: int) -> dict[str, int]:
 
 def _keep(found: list[torch.Tensor], whole: torch.Tensor) -> None:
     found.append(whole.clone())
+
+
+def explained(rank: int, size: int) -> tuple[str, str]:
+    """What ``explain`` says about T = 2, and about T at capacity with a smaller limit."""
+    with open_manager() as mgr:
+        few = mgr.explain("plain_rs_fprop", 2)
+        with mock.patch.object(fused_form, "MOST_TRADED_BYTES", 100):
+            return few, mgr.explain("plain_rs_fprop", ops.CAPACITY)

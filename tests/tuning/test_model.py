@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.tuning.strategies import candidate_for, devices, idle_host, problems
 from tpoverlap.errors import ConfigError
+from tpoverlap.fused_form import MOST_TRADED_BYTES
 from tpoverlap.tuning import (
     Candidate,
     DeviceModel,
@@ -67,7 +68,12 @@ def test_methods_follow_their_schedules() -> None:
     part = gemm_time_us(TOY, 512, 256, 1)
     assert estimate(TOY, gather, Candidate("ring_exchange")).time_us == round(3.0 + chunk_us + part + 0.25, 1)
     whole = gemm_time_us(TOY, 1024, 256, 1)
-    assert estimate(TOY, gather, Candidate("sequential")).time_us == round(whole + 3.0 + chunk_us + 0.25, 1)
+    by_engine = estimate(TOY, gather, Candidate("sequential"), traded=False)
+    assert by_engine.time_us == round(whole + 3.0 + chunk_us + 0.25, 1)
+    kernel_us = 2 * 2.0 + 2 * 1.0 + chunk_us  # two launches, two ways; an estimate as long as nobody measured it
+    assert estimate(TOY, gather, Candidate("sequential")).time_us == round(whole + kernel_us, 1)
+    measured = replace(TOY, trade=Rate(9.0, 2e-3))
+    assert estimate(measured, gather, Candidate("sequential")).time_us == round(whole + 9.0 + chunk_us / 2, 1)
     assert estimate(TOY, gather, Candidate("sequential"), current=False).time_us == round(whole + 7.0 + chunk_us, 1)
     assert estimate(TOY, gather, Candidate("fused")).time_us == round(3.0 + chunk_us + 10.0, 1), "one launch"
     longer = gather.at(4096)
@@ -96,6 +102,11 @@ def test_the_launches_can_be_the_limit() -> None:
     ring = estimate(busy, gather, Candidate("ring_exchange"))
     assert (ring.time_us, ring.host_bound) == (1000.0, True)
     assert estimate(busy, gather, Candidate("sequential")).time_us == 400.0
+    few_calls = replace(busy, host_us={**busy.host_us, "ag one_launch": 200.0})
+    assert estimate(few_calls, gather, Candidate("sequential")).time_us == 200.0, "one kernel exchanges the rows"
+    assert estimate(few_calls, gather, Candidate("sequential"), traded=False).time_us == 400.0
+    counted = replace(few_calls, host_us={**few_calls.host_us, "ag traded": 150.0})
+    assert estimate(counted, gather, Candidate("sequential")).time_us == 150.0
     assert not estimate(TOY, gather, Candidate("ring_exchange")).host_bound
 
 
@@ -133,7 +144,16 @@ def test_sequential_is_the_sum(device: DeviceModel, problem: Problem) -> None:
     both += transfer_us(device, problem) + device.step_us
     if problem.is_scatter:  # the float32 sum
         both += device.add.time_us((problem.tp_size + 1) * problem.chunk_bytes)
-    assert estimate(device, problem, Candidate("sequential")).time_us == round(both, 1)
+    assert estimate(device, problem, Candidate("sequential"), traded=False).time_us == round(both, 1)
+
+
+def test_a_kernel_exchanges_few_rows_only() -> None:
+    device = idle_host(load_device("h200"))
+    few, many = Problem("gather", 512, 8192, 4096, 2), Problem("gather", 514, 8192, 4096, 2)
+    assert few.chunk_bytes == MOST_TRADED_BYTES < many.chunk_bytes
+    for problem, faster in ((few, True), (many, False), (replace(few, tp_size=16).at(512), False)):
+        by_engine = estimate(device, problem, Candidate("sequential"), traded=False).time_us
+        assert (estimate(device, problem, Candidate("sequential")).time_us < by_engine) == faster, problem
 
 
 def test_devices_say_what_they_are() -> None:

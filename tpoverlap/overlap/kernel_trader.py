@@ -14,6 +14,7 @@ those of streams; their own bound is for a process whose watchdog is stuck.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from functools import partial
 from typing import Any, Final
@@ -34,6 +35,7 @@ from tpoverlap.gemm.triton.gates import TradeSlot
 from tpoverlap.gemm.triton.trade_launcher import DTYPES, Trade, TradeLauncher
 from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING, MAX_PIECES, WORD_BYTES, require_fits
 
+logger = logging.getLogger("tpoverlap")
 GIVE_UP_FACTOR, GIVE_UP_EXTRA_S = 2.0, 10.0
 _MAX_PREPARED: Final = 1024
 _ALIGNMENT: Final = 15
@@ -147,9 +149,23 @@ def kernel_trader(channel: Channel, counts: tuple[int, ...], row_bytes: int, sum
         counts, row_bytes: rows of each rank, and bytes of one.
         sums: the dtype in which a reduce-scatter adds; None: a gather.
     """
-    if why_engine(channel, counts, row_bytes, sums):
+    if why := why_engine(channel, counts, row_bytes, sums):
+        if channel.device.type == "cuda" and (missing := kernels_missing(channel.device)):
+            channel.resource("kernel trader missing", partial(_tell, channel.rank, missing))
+        logger.debug("method 'sequential' takes the copy engine: %s", why)
         return None
     return channel.resource("kernel trader", partial(_make_trader, channel))
+
+
+def exchange_form(channel: Channel, counts: tuple[int, ...], row_bytes: int, sums: torch.dtype | None) -> str:
+    """How `sequential` moves its rows, in words. Arguments as for `kernel_trader`."""
+    why = why_engine(channel, counts, row_bytes, sums)
+    return f"rows by copy engine and stream operations: {why}" if why else "one small kernel exchanges the rows"
+
+
+def _tell(rank: int, missing: str) -> bool:
+    logger.warning("rank %d: method 'sequential' moves few rows by copy engine, which takes longer: %s", rank, missing)
+    return True
 
 
 def why_engine(channel: Channel, counts: tuple[int, ...], row_bytes: int, sums: torch.dtype | None) -> str:

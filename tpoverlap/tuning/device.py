@@ -107,6 +107,7 @@ class DeviceModel:
         match: capability, multiprocessors and range of memory by which ``recognise`` knows it.
         error: of the calibration, as `benchmarks/calibrate.py` wrote it; empty for an estimate.
         fp8: None where there are no FP8 tensor cores, or nothing is known about them.
+        trade: the kernel that exchanges few rows (`tpoverlap.fused_form`); None: not measured, see `exchange`.
     """
 
     name: str
@@ -128,6 +129,12 @@ class DeviceModel:
     match: Mapping[str, Any] = field(default_factory=dict)
     error: Mapping[str, Any] = field(default_factory=dict)
     fp8: Fp8Rates | None = None
+    trade: Rate | None = None
+
+    @property
+    def exchange(self) -> Rate:
+        """`trade`, or an estimate: two launches, the rows' way and the flag's, the link's rate."""
+        return self.trade or Rate(2 * self.gemm.launch_us + 2 * self.hop_us, self.copy.gb_s)
 
     @property
     def is_measured(self) -> bool:
@@ -171,6 +178,8 @@ class DeviceModel:
                 values[key] = OneKernel(**{part: float(value) for part, value in values[key].items()})
             for key in ("copy", "gather", "scatter", "add"):
                 values[key] = Rate(**{part: float(value) for part, value in values[key].items()})
+            if values.get("trade") is not None:
+                values["trade"] = Rate(**{part: float(value) for part, value in values["trade"].items()})
             for key in ("memory_gb_s", "step_us", "hop_us"):
                 values[key] = float(values[key])
             for key in ("multiprocessors", "nvlink_domain"):
@@ -183,7 +192,7 @@ class DeviceModel:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             names = ", ".join(one.name for one in fields(cls))
             raise ConfigError(f"these are not the parameters of a device: {error}; it has {names}") from error
-        rates = [device.copy, device.gather, device.scatter, device.add]
+        rates = [device.copy, device.gather, device.scatter, device.add, device.exchange]
         rates += [] if device.fp8 is None else [device.fp8.pass_over]
         if device.multiprocessors < 1 or not min(*(rate.gb_s for rate in rates), device.memory_gb_s) > 0:
             raise ConfigError(f"device {device.name!r}: counts and rates must be positive")
@@ -192,7 +201,7 @@ class DeviceModel:
 
 def _require_finite(device: DeviceModel) -> None:
     """Raise ValueError for a number that is none, or so large that arithmetic with it fails."""
-    kernels = (device.fused, device.one_launch)
+    kernels = (device.fused, device.one_launch, device.exchange)
     parts = [asdict(part) for part in (device.gemm, device.copy, device.gather, device.scatter, device.add, *kernels)]
     if device.fp8 is not None:
         known = (device.fp8.gemm, device.fp8.pass_over, device.fp8.fused, device.fp8.one_launch)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import tpoverlap
+from tpoverlap.fused_form import MOST_TRADED_BYTES
 
 
 def environment() -> dict[str, Any]:
@@ -32,6 +33,7 @@ def environment() -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         "tpoverlap": tpoverlap.__version__,
+        "most_traded_bytes": MOST_TRADED_BYTES,  # up to here `sequential` is one kernel and the GEMM
     }
 
 
