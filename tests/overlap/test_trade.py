@@ -70,7 +70,11 @@ def test_held_slots_refreshed_flags_and_ranks_of_different_forms(pool: RankPool)
 
 
 def test_two_callers_streams(pool: RankPool) -> None:
-    assert pool.run(trade_ranks.two_streams, 6) == [{"gather": 6, "add": 6, "end": 5}] * 2
+    """Uses 1 and 2 of a slot, on the first stream, have no reader before them; 4 and 5, on the second, have one on the
+    first; 3 and 6 follow one on their own. The first use of a region refreshes flags.
+    """
+    calls = {"gather": 6, "add": 6, "end": 5}
+    assert pool.run(trade_ranks.two_streams, 6) == [(calls, 2 * 3)] * 2
 
 
 def test_what_fp8_layers_gather(pool: RankPool) -> None:

@@ -27,10 +27,11 @@ KINDS = ("sequential_ag", "sequential_rs")
 
 
 class Traded:
-    """How often each method of the trader was called."""
+    """How often each method of the trader was called, and how many operations `QuickTrade` did."""
 
     def __init__(self) -> None:
         self.calls = {"gather": 0, "add": 0, "end": 0}
+        self.quick = 0
 
 
 @contextmanager
@@ -47,7 +48,20 @@ def counted() -> Iterator[Traded]:
 
         return call
 
-    with mock.patch.multiple(KernelTrader, **{name: wrapped(name) for name in traded.calls}):
+    def quick(name: str) -> Any:
+        real = getattr(quick_trade.QuickTrade, name)
+
+        def call(self: quick_trade.QuickTrade, *arguments: Any) -> bool:
+            done = bool(real(self, *arguments))
+            traded.quick += done
+            return done
+
+        return call
+
+    with (
+        mock.patch.multiple(KernelTrader, **{name: wrapped(name) for name in traded.calls}),
+        mock.patch.multiple(quick_trade.QuickTrade, **{name: quick(name) for name in ("gather", "add")}),
+    ):
         yield traded
 
 
@@ -180,18 +194,18 @@ class _TwoCallersBackend(SimulatedBackend):
 _OTHER = 1000
 
 
-def two_streams(rank: int, size: int, turns: int) -> dict[str, int]:
-    """The same slots from two callers' streams in turn."""
+def two_streams(rank: int, size: int, turns: int) -> tuple[dict[str, int], int]:
+    """The same slots from two callers' streams in turn; the second number: operations in few calls."""
     with ops.make_manager(_TwoCallersBackend, 30.0) as mgr, counted() as traded:  # type: ignore[arg-type]
         assert mgr.channel is not None, "several ranks"
         driver = mgr.channel.transport.driver
         assert isinstance(driver, _TwoCallersDriver), "the backend's"
         for seed, partition in enumerate(ops.partitions(size, turns)):
             for number, kind in enumerate(KINDS):
-                driver.current_handle = (CALLER, _OTHER)[(seed // 2 + number) % 2]
+                driver.current_handle = (CALLER, _OTHER)[(seed // 3 + number) % 2]
                 ops.run_checked(mgr, kind, partition, seed)
         mgr.check()
-    return traded.calls
+    return traded.calls, traded.quick
 
 
 def raises_inside(rank: int, size: int, scatter: bool) -> str:
