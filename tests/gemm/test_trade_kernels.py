@@ -52,7 +52,7 @@ def main(name: str, ranks: int) -> None:
     }[name]
     constants: dict[str, Any] = {"NUM_RANKS": ranks, "INTERPRETED": False, "HAS_BIAS": ranks == 8}
     constants |= {"UNIT": tl.int32, "DTYPE": tl.bfloat16, "MULTIPLE": 4 if name == "trade_gather" else 8}
-    constants["UNITS"] = trade_launcher._UNITS if name == "trade_gather" else trade_launcher._SUMMED_UNITS
+    constants["UNITS"] = trade_launcher._UNITS if name == "trade_gather" else trade_launcher.summed_units(ranks, 2)
     function = kernel.load()
     names = list(function.arg_names)
     constants = {key: value for key, value in constants.items() if key in names}

@@ -2,17 +2,16 @@
 
 ::
 
-    each program:       take the next part of own rows; the first part's program also publishes the descriptor
+    each program:       has one part of own rows; the first one also publishes the descriptor   written by: this rank
                         wait for the peers' credits                                             written by: the peer
-                        copy the part into the own slot and every peer's; take another part; ...
-                        count the parts that were copied
+                        copy the part into the own slot and every peer's; count it
     who counts last:    arrival flag at every peer (release)                                    written by: this rank
                         wait for every peer's descriptor to be equal, and for its arrival flag  written by: the peer
 
 So the descriptor and all rows come before the flag (the counter is passed on with acquire and release order), and only
-one program waits for rows, when nothing is left to send: however few programs the GPU has room for, all ranks' rows are
-on their way before any rank waits. The waits are bounded; after one that was given up this rank sends nothing more, and
-its slot is NaN.
+one program waits for rows, when nothing is left to send: however few programs the GPU has room for, they end one after
+the other, and all ranks' rows are on their way before any rank waits. The waits are bounded; after one that was given
+up this rank sends nothing more, and its slot is NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -22,6 +21,19 @@ import triton
 import triton.language as tl
 
 from tpoverlap.gemm.triton.words import set_pair, set_word, wait_for_pair, wait_for_words
+
+
+@triton.jit
+def _spread(
+    value, units, bound, datas, place, rank, keeps, NUM_RANKS: tl.constexpr, UNIT: tl.constexpr, MULTIPLE: tl.constexpr
+):
+    """Store ``value`` into every rank's slot; into this rank's only if it ``keeps`` it."""
+    for target in tl.static_range(NUM_RANKS):
+        if (target != rank) | keeps:
+            units_out = datas[target].to(tl.pointer_type(UNIT))
+            if MULTIPLE > 1:
+                units_out = tl.multiple_of(units_out, 16)
+            tl.store(units_out + place + units, value, mask=units < bound)
 
 
 @triton.jit(
@@ -90,31 +102,20 @@ def trade_gather(
         source: address of own rows.
         epoch, record, digest, entry: of this operation; ``entry`` is the descriptor's byte offset in its ring.
         place: where own rows begin in every slot. count: how many groups they are. rows: groups of all ranks.
-        parts: own rows are cut into; 0: do nothing.
+        parts: own rows are cut into, one for each program; 0: do nothing.
         senders: bit r: rank r owns rows.
         arrivals, credits, descriptors: what peers write here, of rank 0; the next rank's are ``flags_bytes``, 4 and
             ``ring_bytes`` further.
-        counters: address of two int32, 0 before the launch and after it: the next part, parts that are copied.
+        counters: address of an int32, 0 before the launch and after it: parts that are copied.
         limit, error: see `wait_for_words`.
         data0 ..: the slot on each rank. flag0 ..: this rank's arrival flag there. told0 ..: its descriptors there.
     """
     datas = (data0, data1, data2, data3, data4, data5, data6, data7)
     flags = (flag0, flag1, flag2, flag3, flag4, flag5, flag6, flag7)
     tolds = (told0, told1, told2, told3, told4, told5, told6, told7)
-    ticket = counters.to(tl.pointer_type(tl.int32))
+    done = counters.to(tl.pointer_type(tl.int32))
     given_up = tl.full((), 0, tl.int32)
-    taken = tl.full((), 0, tl.int32)
     stamp = epoch.to(tl.int32)
-    number = tl.atomic_add(ticket, 1, sem="relaxed")
-    if (number == 0) & (parts > 0):
-        for peer in tl.static_range(NUM_RANKS):
-            if peer != rank:
-                set_pair(tolds[peer] + entry, record, digest)
-    if (number < parts) & (count > 0):
-        for peer in tl.static_range(NUM_RANKS):
-            if peer != rank:
-                due = (epoch - depth).to(tl.int32)
-                given_up = wait_for_words(credits + peer * 4, 0, 1, due, limit, error, given_up, INTERPRETED)
     own_slot = tl.full((), 0, tl.int64)
     for peer in tl.static_range(NUM_RANKS):
         own_slot = tl.where(peer == rank, datas[peer], own_slot)
@@ -122,27 +123,33 @@ def trade_gather(
     units_in = source.to(tl.int64).to(tl.pointer_type(UNIT))  # the interpreter takes a small number for 32 bits
     if MULTIPLE > 1:
         units_in = tl.multiple_of(units_in, 16)
-    while number < parts:
+    number = tl.program_id(0).to(tl.int64)
+    if number < parts:
         first = count * number // parts * MULTIPLE
         stop = count * (number + 1) // parts * MULTIPLE
+        units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
+        value = tl.load(units_in + units, mask=units < stop)  # on its way while this waits for the credits
+        if number == 0:
+            for peer in tl.static_range(NUM_RANKS):
+                if peer != rank:
+                    set_pair(tolds[peer] + entry, record, digest)
+        if count > 0:
+            for peer in tl.static_range(NUM_RANKS):
+                if peer != rank:
+                    due = (epoch - depth).to(tl.int32)
+                    given_up = wait_for_words(credits + peer * 4, 0, 1, due, limit, error, given_up, INTERPRETED)
+        bound = tl.where(given_up != 0, 0, stop)  # without the credits nothing may be overwritten
+        _spread(value, units, bound, datas, place * MULTIPLE, rank, keeps, NUM_RANKS, UNIT, MULTIPLE)
+        first += UNITS
         while first < stop:
             units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
-            inside = units < tl.where(given_up != 0, 0, stop)  # without the credits nothing may be overwritten
-            value = tl.load(units_in + units, mask=inside)
-            for target in tl.static_range(NUM_RANKS):
-                if (target != rank) | keeps:
-                    units_out = datas[target].to(tl.pointer_type(UNIT))
-                    if MULTIPLE > 1:
-                        units_out = tl.multiple_of(units_out, 16)
-                    tl.store(units_out + place * MULTIPLE + units, value, mask=inside)
+            value = tl.load(units_in + units, mask=units < stop)
+            _spread(value, units, bound, datas, place * MULTIPLE, rank, keeps, NUM_RANKS, UNIT, MULTIPLE)
             first += UNITS
-        taken += 1
-        number = tl.atomic_add(ticket, 1, sem="relaxed")
-    if taken > 0:
         tl.debug_barrier()  # the counter's release is one thread's: the other threads' stores have to come before it
-        copied = tl.atomic_add(ticket + 1, taken, sem="acq_rel", scope="sys") + taken
+        copied = tl.atomic_add(done, 1, sem="acq_rel", scope="sys") + 1
         if copied == parts:
-            tl.store(ticket + 1, 0)  # nobody else touches it before the next launch
+            tl.store(done, 0)  # nobody else touches it before the next launch
             if count > 0:
                 for peer in tl.static_range(NUM_RANKS):
                     if peer != rank:
@@ -161,5 +168,3 @@ def trade_gather(
                     units = first + tl.arange(0, UNITS)
                     tl.store(units_out + units, tl.full((UNITS,), -1, UNIT), mask=units < rows * MULTIPLE)
                     first += UNITS
-    if number == parts + tl.num_programs(0) - 1:  # nobody takes a part after this one
-        tl.store(ticket, 0)

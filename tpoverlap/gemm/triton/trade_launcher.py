@@ -29,7 +29,13 @@ _LEAST_PART_BYTES: Final = 8192
 _VECTOR_BYTES: Final = 16
 _WARPS: Final = 8
 _UNITS: Final = 4096
-_SUMMED_UNITS: Final = 2048
+"""Of 4 bytes, in a gather's step: each thread has four vectors in flight."""
+_SUMMED_BYTES: Final = 16384
+"""Of a scatter's step: the same, of each summand; half of it where there are many, which are all held in registers."""
+_MANY: Final = 4
+_INTERPRETED_UNITS: Final = 1024
+_LEAST_SUM_BYTES: Final = 4096
+"""A program adds at least this much of own rows."""
 _INTERPRETED_PROGRAMS: Final = 3
 _POLLS_PER_S: Final = 2_000
 _MASK: Final = (1 << 64) - 1
@@ -155,7 +161,8 @@ class TradeLauncher:
             self._error_address, *_padded(slot.data), *_padded(slot.flags), *_padded(slot.told),
         )  # fmt: skip
         unit = {1: tl.int8, 2: tl.int16, 4: tl.int32}[unit_bytes]
-        constants = (len(counts), unit, multiple, _UNITS, self._driver is None)
+        units = _INTERPRETED_UNITS if self._driver is None else _UNITS
+        constants = (len(counts), unit, multiple, units, self._driver is None)
         return self._prepare(TRADE_GATHER, constants, fixed, parts, stream)
 
     def scatter(
@@ -185,7 +192,7 @@ class TradeLauncher:
         groups_a_row, peers = width // multiple, len(counts) - 1
         own, most = counts[rank], max(counts)
         parts = max(1, min(MOST_PROGRAMS // peers, most * row_bytes // _LEAST_PART_BYTES))
-        programs = max(parts * peers, min(MOST_PROGRAMS, -(-own * width // _SUMMED_UNITS)))
+        programs = max(parts * peers, min(MOST_PROGRAMS, own * row_bytes // _LEAST_SUM_BYTES))
         if self._driver is None:
             parts = programs = _INTERPRETED_PROGRAMS
         blocks = [
@@ -199,7 +206,8 @@ class TradeLauncher:
             *_padded(slot.told), *_padded(slot.grants),
         )  # fmt: skip
         element = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
-        constants = (len(counts), element, multiple, _SUMMED_UNITS, has_bias, self._driver is None)
+        units = _INTERPRETED_UNITS if self._driver is None else summed_units(len(counts), dtype.itemsize)
+        constants = (len(counts), element, multiple, units, has_bias, self._driver is None)
         return self._prepare(TRADE_SCATTER, constants, fixed, programs, stream)
 
     def end(self, slot: TradeSlot, stream: int) -> Trade:
@@ -229,6 +237,11 @@ class TradeLauncher:
         if stream not in self._counters:
             self._counters[stream] = torch.zeros(4, dtype=torch.int32, device=self._device)
         return self._counters[stream].data_ptr()
+
+
+def summed_units(num_ranks: int, itemsize: int) -> int:
+    """Elements that a program adds at a time."""
+    return _SUMMED_BYTES // itemsize // (2 if num_ranks > _MANY else 1)
 
 
 def _padded(values: Sequence[int]) -> tuple[int, ...]:

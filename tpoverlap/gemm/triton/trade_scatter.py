@@ -154,18 +154,23 @@ def trade_scatter(
             count = tl.where(peer == destination, counts[peer], count)
             slot = tl.where(peer == destination, datas[peer], slot)
             rows_before += counts[peer]
+        first = count * part // parts * MULTIPLE
+        stop = count * (part + 1) // parts * MULTIPLE
+        mine = partials + start * MULTIPLE
+        units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
+        value = tl.load(mine + units, mask=units < stop)  # on its way while this waits for the credit
         if count > 0:
             due = (epoch - depth).to(tl.int32)
             given_up = wait_for_words(credits + destination * 4, 0, 1, due, limit, error, given_up, INTERPRETED)
         target = slot.to(tl.pointer_type(DTYPE))
         if MULTIPLE > 1:
             target = tl.multiple_of(target, 16)
-        first = count * part // parts * MULTIPLE
-        stop = count * (part + 1) // parts * MULTIPLE
+        bound = tl.where(given_up != 0, 0, stop)  # without the credit nothing may be overwritten
+        tl.store(target + units, value, mask=units < bound)
+        first += UNITS
         while first < stop:
             units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
-            inside = units < tl.where(given_up != 0, 0, stop)  # without the credit nothing may be overwritten
-            tl.store(target + units, tl.load(partials + start * MULTIPLE + units, mask=inside), mask=inside)
+            tl.store(target + units, tl.load(mine + units, mask=units < stop), mask=units < bound)
             first += UNITS
         taken += 1
         item = tl.atomic_add(ticket, 1, sem="relaxed")
@@ -198,10 +203,11 @@ def trade_scatter(
             blocks = tl.multiple_of(blocks, 16)
             results = tl.multiple_of(results, 16)
         elements = own_count * MULTIPLE
-        first = tl.program_id(0).to(tl.int64) * UNITS
-        while first < elements:
+        first = own_count * tl.program_id(0) // tl.num_programs(0) * MULTIPLE
+        stop = own_count * (tl.program_id(0) + 1) // tl.num_programs(0) * MULTIPLE
+        while first < stop:
             units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
-            inside = units < elements
+            inside = units < stop
             own = tl.load(partials + own_start * MULTIPLE + units, mask=inside, other=0.0).to(tl.float32)
             if HAS_BIAS:
                 biases = bias.to(tl.int64).to(tl.pointer_type(DTYPE)) + units % width
@@ -210,7 +216,7 @@ def trade_scatter(
             total = own
             for summand in tl.static_range(NUM_RANKS):
                 index = summand - tl.where(summand > rank, 1, 0)
-                others = units < tl.where(summand == rank, 0, elements)
+                others = units < tl.where(summand == rank, 0, stop)
                 other = tl.load(blocks + index * elements + units, mask=others, other=0.0).to(tl.float32)
                 term = tl.where(summand == rank, own, other)
                 if summand == 0:
@@ -219,9 +225,9 @@ def trade_scatter(
                     total += term
             total = tl.where(given_up != 0, float("nan"), total)
             tl.store(results + units, total.to(DTYPE), mask=inside)
-            first += tl.num_programs(0) * UNITS
+            first += UNITS
         tl.debug_barrier()  # as above, for the reads of the slot and the stores to `out`
-        through = tl.atomic_add(ticket + 2, 1, sem="acq_rel", scope="sys") + 1
+        through = tl.atomic_add(ticket + 2, 1, sem="acq_rel", scope="gpu") + 1
         if through == tl.num_programs(0):
             tl.store(ticket + 2, 0)
             if ends != 0:  # the host's word by no atomic: it may lie in host memory

@@ -59,21 +59,32 @@ def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETE
 
 
 @triton.jit
-def load_acquire64(address, INTERPRETED: tl.constexpr):
-    """`load_acquire` of a 64-bit word."""
+def load_pair(address, INTERPRETED: tl.constexpr):
+    """The two 64-bit words at ``address`` (a multiple of 16), in one load that nothing is ordered by."""
     if INTERPRETED:
-        word = tl.atomic_add(address.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
+        words = address.to(tl.pointer_type(tl.int64))
+        first = tl.atomic_add(words, 0, sem="relaxed", scope="sys")
+        second = tl.atomic_add(words + 1, 0, sem="relaxed", scope="sys")
     else:
-        word = tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1
+        first, second = tl.inline_asm_elementwise(
+            "ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];",
+            "=l,=l,l",
+            [address],
+            dtype=(tl.int64, tl.int64),
+            is_pure=False,
+            pack=1,
         )
-    return word
+    return first, second
 
 
 @triton.jit
 def wait_for_pair(address, first, second, limit, error, given_up, INTERPRETED: tl.constexpr):
-    """Spin until the 64-bit words at ``address`` and after it are ``first`` and ``second``. See `wait_for_words`."""
-    differs = (load_acquire64(address, INTERPRETED) != first) | (load_acquire64(address + 8, INTERPRETED) != second)
+    """Spin until the 64-bit words at ``address`` and after it are ``first`` and ``second``. See `wait_for_words`.
+
+    It orders nothing: what is read depends on the flags that are waited for as well.
+    """
+    record, digest = load_pair(address, INTERPRETED)
+    differs = (record != first) | (digest != second)
     if differs:
         begin = tl.full((), 0, tl.int64)
         now = begin
@@ -85,8 +96,8 @@ def wait_for_pair(address, first, second, limit, error, given_up, INTERPRETED: t
                 now += 1
             else:
                 now = globaltimer()
-            record = load_acquire64(address, INTERPRETED)
-            differs = (record != first) | (load_acquire64(address + 8, INTERPRETED) != second)
+            record, digest = load_pair(address, INTERPRETED)
+            differs = (record != first) | (digest != second)
             given_up = tl.where(differs & (now - begin > limit), 1, given_up)
         if given_up != 0:
             tl.store(error.to(tl.pointer_type(tl.int32)), 1)
