@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-@pytest.mark.parametrize("case", ["gathers", "scatters", "gives_up"])
+@pytest.mark.parametrize("case", ["gathers", "scatters", "gives_up", "gives_up_partly"])
 def test_in_the_interpreter(run_module: Callable[..., str], case: str) -> None:
     assert f"{case}: right" in run_module("tests.gemm.trade_cases", case, interpret=True)
 

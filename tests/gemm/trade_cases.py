@@ -199,6 +199,30 @@ def gives_up() -> None:
             _counters_are_zero(launcher)
 
 
+def gives_up_partly() -> None:
+    """The credit comes when two programs have given it up: the third one, which sends its part, sets no flag either."""
+    for scatter in (False, True):
+        ranks, launcher = Ranks(6 * 8 * 4, 0), TradeLauncher(torch.device("cpu"), 0.1)
+        x, out = torch.ones(6, 8), torch.ones(2, 8)
+        counts = (6, 2, 0) if scatter else (0, 6, 0)
+
+        def others(ranks: Ranks = ranks, launcher: TradeLauncher = launcher) -> None:
+            _until(lambda: bool(launcher.error[0]))
+            for peer in (0, 2):
+                ranks.credits[RANK][peer] = 1
+
+        log: list[str] = []
+        if scatter:
+            trade = launcher.scatter(counts, 8, torch.float32, ranks.slot, True, False, 0)
+            given = x.data_ptr(), out.data_ptr(), 0, 3, 5, 6, 0, ranks.done.data_ptr(), 1, 1
+        else:
+            trade = launcher.gather(counts, 32, 4, ranks.slot, True, 0)
+            given = x.data_ptr(), 3, 5, 6, 0
+        _beside(others, trade, log, *given)
+        assert not any(ranks.sees(peer, 3) for peer in (0, 2)), "peers take it for sent"
+        _counters_are_zero(launcher)
+
+
 def _put(ranks: Ranks, source: int, address: int, rows: torch.Tensor, epoch: int) -> None:
     """Rows of ``source``, then its flag."""
     ctypes.memmove(address, rows.data_ptr(), rows.nbytes)
@@ -231,7 +255,9 @@ def _beside(others: Callable[[], None], trade: Any, log: list[str], *changing: i
         raise errors[0]
 
 
-CASES: dict[str, Callable[[], None]] = {function.__name__: function for function in (gathers, scatters, gives_up)}
+CASES: dict[str, Callable[[], None]] = {
+    function.__name__: function for function in (gathers, scatters, gives_up, gives_up_partly)
+}
 
 if __name__ == "__main__":
     for case in sys.argv[1:] or CASES:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tpoverlap.gemm.triton.words import set_pair, set_word, wait_for_pair, wait_for_words
+from tpoverlap.gemm.triton.words import GIVEN_UP, set_pair, set_word, wait_for_pair, wait_for_words
 
 
 @triton.jit(
@@ -156,9 +156,9 @@ def trade_scatter(
             rows_before += counts[peer]
         first = count * part // parts * MULTIPLE
         stop = count * (part + 1) // parts * MULTIPLE
-        mine = partials + start * MULTIPLE
+        rows = partials + start * MULTIPLE
         units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
-        value = tl.load(mine + units, mask=units < stop)  # on its way while this waits for the credit
+        value = tl.load(rows + units, mask=units < stop)  # on its way while this waits for the credit
         if count > 0:
             due = (epoch - depth).to(tl.int32)
             given_up = wait_for_words(credits + destination * 4, 0, 1, due, limit, error, given_up, INTERPRETED)
@@ -170,14 +170,16 @@ def trade_scatter(
         first += UNITS
         while first < stop:
             units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
-            tl.store(target + units, tl.load(mine + units, mask=units < stop), mask=units < bound)
+            tl.store(target + units, tl.load(rows + units, mask=units < stop), mask=units < bound)
             first += UNITS
         taken += 1
         item = tl.atomic_add(ticket, 1, sem="relaxed")
     if taken > 0:
         tl.debug_barrier()  # the counter's release is one thread's: the other threads' stores have to come before it
-        copied = tl.atomic_add(ticket + 1, taken, sem="acq_rel", scope="sys") + taken
-        if copied == items:
+        mine = taken + given_up * GIVEN_UP
+        copied = tl.atomic_add(ticket + 1, mine, sem="acq_rel", scope="sys") + mine
+        if copied % GIVEN_UP == items:
+            given_up = tl.where(copied >= GIVEN_UP, 1, given_up)  # any program's rows may be missing
             tl.store(ticket + 1, 0)  # nobody else touches it before the next launch
             for peer in tl.static_range(NUM_RANKS):
                 if (peer != rank) & (counts[peer] > 0):

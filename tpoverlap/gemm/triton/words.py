@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+GIVEN_UP: tl.constexpr = tl.constexpr(1 << 16)
+"""What a program that gave up a wait adds to a counter of parts, besides those."""
+
 
 @triton.jit
 def load_acquire(address, INTERPRETED: tl.constexpr):
