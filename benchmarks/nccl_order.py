@@ -20,7 +20,7 @@ from tpoverlap.config.rules import SUPPORTED
 ITERATIONS = 40
 _TOKENS, _HIDDEN, _FEATURES = 2050, 4096, 4096
 _FEW_TOKENS = 258
-"""Few enough for `fused` in one launch."""
+"""Few enough for `fused` in one launch, and for the kernel that exchanges `sequential`'s rows."""
 _BYTES_REDUCED = 64 << 20
 
 
@@ -33,6 +33,8 @@ def operations() -> dict[str, tuple[str, dict[str, Any]]]:
         "rs ring_exchange": ("rs", {"method": "ring_exchange"}),
         "rs pipeline": ("rs", {"method": "pipeline", "num_splits": 4}),
         "rs sequential": ("rs", {"method": "sequential"}),
+        "ag sequential, few tokens": ("ag", {"method": "sequential"}),
+        "rs sequential, few tokens": ("rs", {"method": "sequential"}),
     }
     if "fused" in SUPPORTED:
         found["ag fused"] = ("ag", {"method": "fused"})

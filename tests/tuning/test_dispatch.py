@@ -61,6 +61,7 @@ def communicator(name: str = "fc2_fprop", **options: Any) -> Any:
         "width": 8192,
         "max_tokens": 8192,
         "is_reduce_scatter": config.is_reduce_scatter,
+        "hint": "",
     }
     return SimpleNamespace(name=name, config=config, **(given | options))
 
