@@ -21,8 +21,8 @@ def choose_form(direction: Literal["gather", "scatter"], num_tokens: int) -> For
 SequentialForm = Literal["kernel", "engine"]
 """kernel: one small kernel exchanges all rows (`tpoverlap.comm.trader`). engine: copy engine and stream operations,
 which take no multiprocessor but longer to begin."""
-MOST_TRADED_BYTES: Final = 4 << 20
-"""kernel up to this much from one rank to another; an estimate from a kernel's and a copy's start, not measured yet."""
+MOST_TRADED_BYTES: Final = 8 << 20
+"""kernel up to this much from one rank to another: what it was measured at (docs/design/0010)."""
 _MOST_TRADING_RANKS: Final = 8
 
 

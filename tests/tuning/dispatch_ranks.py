@@ -130,7 +130,7 @@ def by_model(rank: int, size: int) -> dict[str, Any]:
     h200 = replace(load_device("h200"), host_us={})
     by_memory = replace(h200.gemm, launch_us=0.0, tile_us_per_k=0.0, tile_fixed_us=0.0)
     devices = {
-        "slow copies": replace(h200, gemm=by_memory, memory_gb_s=1e-3, copy=Rate(0.0, 3e-4)),
+        "slow copies": replace(h200, gemm=by_memory, memory_gb_s=1e-3, copy=Rate(0.0, 3e-4), trade=None),
         "slow launches": replace(h200, gemm=replace(h200.gemm, launch_us=1e6), trade=h200.exchange),
     }
     for label, device in devices.items():

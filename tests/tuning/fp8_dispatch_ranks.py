@@ -111,7 +111,7 @@ def by_model(rank: int, size: int) -> dict[str, Any]:
     h200 = replace(load_device("h200"), host_us={})
     assert h200.fp8 is not None
     gemm = replace(h200.gemm, launch_us=0.0, tile_us_per_k=0.0, tile_fixed_us=0.0)
-    slow = replace(h200, gemm=gemm, memory_gb_s=1e-3, copy=Rate(0.0, 2e-5))
+    slow = replace(h200, gemm=gemm, memory_gb_s=1e-3, copy=Rate(0.0, 2e-5), trade=None)
     devices = {
         "slow launches in FP8": replace(slow, fp8=replace(h200.fp8, gemm=replace(gemm, launch_us=1e6))),
         "no FP8": replace(h200, gemm=replace(h200.gemm, launch_us=1e6), fp8=None),

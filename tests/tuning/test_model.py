@@ -149,11 +149,11 @@ def test_sequential_is_the_sum(device: DeviceModel, problem: Problem) -> None:
 
 def test_a_kernel_exchanges_few_rows_only() -> None:
     device = idle_host(load_device("h200"))
-    few, many = Problem("gather", 512, 8192, 4096, 2), Problem("gather", 514, 8192, 4096, 2)
+    few, many = Problem("gather", 1024, 8192, 4096, 2), Problem("gather", 1026, 8192, 4096, 2)
     assert few.chunk_bytes == MOST_TRADED_BYTES < many.chunk_bytes
-    for problem, faster in ((few, True), (many, False), (replace(few, tp_size=16).at(512), False)):
+    for problem, by_kernel in ((few, True), (many, False), (replace(few, tp_size=16).at(512), False)):
         by_engine = estimate(device, problem, Candidate("sequential"), traded=False).time_us
-        assert (estimate(device, problem, Candidate("sequential")).time_us < by_engine) == faster, problem
+        assert (estimate(device, problem, Candidate("sequential")).time_us != by_engine) == by_kernel, problem
 
 
 def test_devices_say_what_they_are() -> None:

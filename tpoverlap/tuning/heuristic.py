@@ -15,7 +15,7 @@ from tpoverlap.tuning.problem import Problem
 WORTH_IT: Final = 0.99
 """Overlap has to be estimated at no more than this of sequential's time, else sequential runs."""
 
-CLEARLY: Final = 0.95
+CLEARLY: Final = 0.9
 """What another method has to be estimated at, at most, of the ring: the model is not surer than that."""
 
 

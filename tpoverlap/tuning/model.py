@@ -24,6 +24,13 @@ PLAIN: Final = "plain"
 OTHER_WORK: Final = 0.9
 """What a layer's device has to do besides, for each operation, in times of its GEMM: a weight gradient for every two
 operations, attention, norms, activations."""
+LAYER_FEATURES: Final = 3.3
+"""Mean features of a layer's GEMMs, in times of H: QKV, projection, and both of an MLP with gates and 3.5 H."""
+LAYER_DEVICE: Final = 1.33
+"""Device time of a whole layer without communication, in times of its operations' GEMMs (suite ``layers``)."""
+LAYER_HOST_US: Final = 180.0
+"""Processor time of such a layer, by its operations: less than suite ``layers`` finds on a machine whose processor is
+slow by turns, so that the device decides where both are near (docs/design/0007)."""
 _HOST_SHARE_PER_STEP: Final = 0.3
 """Of an operation's processor time at R = 2, what each further push and wait adds; assumed."""
 
@@ -54,6 +61,7 @@ class Estimate:
     ``host_us``: the device's work and the processor's, of which the longer one is the operation's time.
     ``quantise_us``: of the device's work what makes FP8 of activations; no method hides it, so it is not exposed.
     ``quantise_host_us``: of the processor's what launches that, under every method alike.
+    ``hidden_host_us``: how long the device of a layer is busy with other things meanwhile.
     """
 
     candidate: Candidate
@@ -63,6 +71,7 @@ class Estimate:
     host_us: float
     quantise_us: float = 0.0
     quantise_host_us: float = 0.0
+    hidden_host_us: float = 0.0
 
     @property
     def host_bound(self) -> bool:
@@ -74,7 +83,7 @@ class Estimate:
         """Beside the rest of a layer, which gives the device more to do but the host little: it hides launches, too."""
         # Without FP8's own launches, which no method avoids: counted, they favour `sequential` at T where measured FP8
         # layers lose by it (docs/design/0008-fp8.md).
-        return max(self.device_us, self.host_us - self.quantise_host_us - OTHER_WORK * self.gemm_us)
+        return max(self.device_us, self.host_us - self.quantise_host_us - self.hidden_host_us)
 
     @property
     def exposed_us(self) -> float:
@@ -127,7 +136,15 @@ def estimate(
     device_us = _device_us(device, problem, candidate, gemm_us + beside_us, current, launched)
     device_us += quantising_us - beside_us
     host_us, launches_us = _host_us(device, problem, candidate, launched), quantise_host_us(device, problem)
-    return _estimate(candidate, gemm_us, device_us, host_us + launches_us, quantising_us, launches_us)
+    found = _estimate(candidate, gemm_us, device_us, host_us + launches_us, quantising_us, launches_us)
+    return replace(found, hidden_host_us=_hidden_host_us(device, problem, gemm_us))
+
+
+def _hidden_host_us(device: DeviceModel, problem: Problem, gemm_us: float) -> float:
+    """A small GEMM's launches lie behind the large ones of its layer, as far as the layer's own leave room."""
+    features = round(LAYER_FEATURES * problem.width / problem.tp_size)
+    typical_us = _gemm_us(device, replace(problem, kind="gather", features=features))
+    return round(max(OTHER_WORK * gemm_us, LAYER_DEVICE * typical_us - LAYER_HOST_US), 1)
 
 
 def gemm_alone_us(device: DeviceModel, problem: Problem) -> float:
