@@ -21,7 +21,6 @@ from benchmarks.observations import RESULTS
 from tpoverlap.tuning import DeviceModel, Problem
 from tpoverlap.tuning.device import Fp8Rates, GemmRates, Rate
 from tpoverlap.tuning.model import gemm_alone_us
-from tpoverlap.tuning.quantising import MAXIMA_BYTES
 
 START: Final = Fp8Rates(GemmRates(3.5, 0.0055, 1.8, 0.1, 0.9, 0.1), Rate(2.5, 3400.0), 30.0, "")
 
@@ -42,6 +41,8 @@ PASSES: Final = {
 """Of `gemm_alone`'s: bytes an element of each kernel that it launches. ``measure`` has one more, over the maxima."""
 _HOST_ROWS: Final = 64
 """Up to so many rows, one kernel takes the processor longer than the device: then its eager time is the former's."""
+_MAXIMA_BYTES: Final = 2048
+"""What `Quantizer.measure` puts the magnitude together of, in one more kernel: some hundred parts' maxima."""
 _KERNELS: Final = {
     **{"amax": 2, "quantize": 3, "quantize and transpose": 4},
     **{"transpose": 2, "pack rows": 3, "unpack rows": 5},
@@ -105,7 +106,7 @@ def _gemm_alone(source: str, row: dict[str, Any]) -> list[Seen]:
         if kind == "quantise" and name in PASSES:
             elements = sizes[0] * sizes[1]
             passes = tuple(each * elements for each in PASSES[name])
-            passes += (MAXIMA_BYTES,) if name == "measure" else ()
+            passes += (_MAXIMA_BYTES,) if name == "measure" else ()
             found.append(Seen(source, name, time_us, sizes[1:], passes=passes))
         elif (kind, name) in GEMMS:
             tokens, k, n = sizes

@@ -191,7 +191,7 @@ def plain(device: DeviceModel, problem: Problem) -> Estimate:
     device_us = gemm_us + quantising_us + (0.0 if alone else collective_us(device, problem))
     host_us = device.host_us.get(PLAIN, 0.0)
     if problem.fp8:
-        launches = replace(device, host_us={**device.host_us, "ag sequential": host_us}) if device.host_us else device
+        launches = replace(device, host_us={**device.host_us, "ag traded": host_us}) if device.host_us else device
         host_us += quantise_host_us(launches, problem)
     return _estimate(Candidate(PLAIN), gemm_us, device_us, host_us, quantising_us)
 

@@ -18,18 +18,17 @@ from __future__ import annotations
 
 from typing import Final
 
+from tpoverlap.fused_form import choose_sequential_form
 from tpoverlap.tuning.device import DeviceModel, Fp8Rates
 from tpoverlap.tuning.problem import Problem
 
-MAXIMA_BYTES: Final = 2048
-"""What a magnitude that leaves this rank is put together of, in one more kernel: some hundred parts' maxima."""
-_KERNELS: Final = {"gather": 3, "scatter": 2, "beside-gather": 2, "beside-scatter": 1}
+_KERNELS: Final = {"gather": 2, "scatter": 2, "beside-gather": 2, "beside-scatter": 1}
 
 
 def quantise_us(device: DeviceModel, problem: Problem, exchange_us: float | None = None) -> float:
     """Of the table above, the packed scatter's part excepted; 0 for other than FP8.
 
-    ``exchange_us``: of the magnitudes; None: by this library, a gather of one number a rank.
+    ``exchange_us``: of the magnitudes; None: by this library, a gather of 2 KiB a rank at most.
     """
     if not problem.fp8:
         return 0.0
@@ -39,9 +38,9 @@ def quantise_us(device: DeviceModel, problem: Problem, exchange_us: float | None
         if problem.tp_size == 1:
             exchange_us = 0.0
         elif exchange_us is None:
-            exchange_us = device.copy.latency_us + device.step_us
-        magnitude_us = _pass_us(rates, item, own) + _pass_us(rates, 1, MAXIMA_BYTES)
-        return magnitude_us + exchange_us + _pass_us(rates, item + 1, own)
+            by_kernel = choose_sequential_form(0, problem.tp_size) == "kernel"
+            exchange_us = device.exchange.latency_us if by_kernel else device.copy.latency_us + device.step_us
+        return _pass_us(rates, item, own) + exchange_us + _pass_us(rates, item + 1, own)
     if problem.kind == "beside-scatter":
         return _pass_us(rates, 2, moved)
     return _both_ways_us(rates, item, problem.num_tokens * problem.features)
@@ -53,7 +52,10 @@ def quantise_host_us(device: DeviceModel, problem: Problem) -> float:
         return 0.0
     exchange = problem.kind == "gather" and problem.tp_size > 1
     kernels = _KERNELS[problem.kind] + (1 + problem.tp_size if problem.is_packed else 0)
-    return kernels * _rates(device).host_us + (device.host_us.get("ag sequential", 0.0) if exchange else 0.0)
+    engine_us = device.host_us.get("ag sequential", 0.0)
+    by_kernel = choose_sequential_form(0, problem.tp_size) == "kernel"
+    exchange_us = device.host_us.get("ag traded", engine_us) if by_kernel else engine_us
+    return kernels * _rates(device).host_us + (exchange_us if exchange else 0.0)
 
 
 def weight_us(device: DeviceModel, problem: Problem) -> float:
