@@ -13,6 +13,7 @@ import tpoverlap as tpo
 from tpoverlap.comm import Transfer
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.meter import Meter
+from tpoverlap.overlap.fp8 import _SCALES as SCALES
 from tpoverlap.testing.faults import before_transfers, tracing
 from tpoverlap.testing.simulated import SimulatedBackend
 
@@ -35,6 +36,19 @@ def test_waits_are_summed_by_name_and_rank(monkeypatch: pytest.MonkeyPatch) -> N
     (row,) = [meter.stats()["fc1_fprop"]]
     assert row["metered_calls"] == 2 and row["waited_for_rank"] == 1
     assert row["exposed_us"] == pytest.approx((30 + 5 + 20) / 2) and row["exposed_percent"] == pytest.approx(27.5)
+
+
+def test_what_belongs_to_another_ones_call_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(us * 1e-6 for us in (0, 10, 20, 50, 100, 110, 150, 200))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    meter = Meter(CPU)
+    for label in (f"fc1_fprop all-gather sequential{SCALES}", "fc1_fprop all-gather ring_exchange/e4m3"):
+        operation = meter.of(Descriptor(1, label, 100, 0))
+        assert operation is not None
+        for what, peer in (("begin", -1), ("wait", 1), ("arrived", 1), ("end", -1)):
+            operation.mark(what, peer)
+    (row,) = [meter.stats()["fc1_fprop"]]
+    assert row["metered_calls"] == 1 and row["exposed_us"] == pytest.approx(10 + 40)
 
 
 def test_one_in_so_many_and_failed_ones_do_not_count() -> None:

@@ -146,6 +146,25 @@ def test_what_is_exposed_in_words(tmp_path: Path, options: str, tp_size: int, sa
     assert f"  exposed  {says}" in result.output, result.output
 
 
+def test_a_tuned_file_says_what_runs_at_this_t(tmp_path: Path) -> None:
+    """And `atomic_gemm` is drawn as the method that it selects."""
+    (tmp_path / "ub.yaml").write_text(
+        "fc2_fprop: {method: pipeline, atomic_gemm: 1}\n"
+        "fc1_fprop: {method: ring_exchange}\n"
+        "tpoverlap: {by_tokens: {fc1_fprop: {features: 8, width: 4, instead_of: ring_exchange, rows: "
+        "[{up_to: 512, method: sequential}, {up_to: 9999, method: ring_exchange}]}}}\n"
+    )
+    for tokens, method in (("512", "sequential"), ("513", "ring_exchange"), ("20000", "ring_exchange")):
+        sizes = [tokens if before == "--tokens" else one for before, one in zip(["", *SIZES], SIZES, strict=False)]
+        output = run("explain", tmp_path / "ub.yaml", *sizes).output
+        assert f"tpoverlap runs {method} at T {tokens}, where the GEMM has 8 features" in output, output
+        assert output.count("by_tokens") == 1, "other names have no rows"
+        assert (
+            "fc2_fprop: reduce-scatter, pipeline; fused here, as atomic_gemm asks" in output
+            and "one kernel computes and moves" in output
+        )
+
+
 def test_time_only_from_stated_rates(tmp_path: Path) -> None:
     rates = tmp_path / "rates.json"
     rates.write_text(json.dumps({"gemm_tflops": 700, "link_gb_s": 300, "source": "two H200s, a bench run"}))

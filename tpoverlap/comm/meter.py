@@ -31,6 +31,9 @@ _STRIDE: Final = 5
 _MOST_PENDING: Final = 64
 """Operations whose events the GPU has not passed. Beyond it a new one is not measured: the host runs far ahead."""
 
+PART_OF_A_CALL: Final = "/fp8-scales"
+"""Ends the label of an operation that belongs to another one's call: its time counts, it does not."""
+
 _Point = float | torch.cuda.Event
 
 
@@ -63,6 +66,7 @@ class Meter:
         if len(self._pending) >= _MOST_PENDING or (self._cuda and torch.cuda.is_current_stream_capturing()):
             return None
         operation = MeteredOperation(label.partition(" ")[0], self._spare if self._cuda else None)
+        operation.is_part = label.endswith(PART_OF_A_CALL)
         self._pending.append(operation)
         return operation
 
@@ -88,13 +92,13 @@ class MeteredOperation:
     ``spare``: events to use before new ones are made; None: clock readings.
     """
 
-    __slots__ = ("_spare", "begin", "end", "failed", "name", "points")
+    __slots__ = ("_spare", "begin", "end", "failed", "is_part", "name", "points")
 
     def __init__(self, name: str, spare: list[torch.cuda.Event] | None) -> None:
         self.name = name
         self._spare = spare
         self.points: list[tuple[bool, int, _Point]] = []
-        self.failed = False
+        self.failed = self.is_part = False
         self.begin: _Point | None = None
         self.end: _Point | None = None
 
@@ -152,7 +156,7 @@ class _Sums:
     def add(self, operation: MeteredOperation) -> None:
         if operation.failed:
             return
-        self.calls += 1
+        self.calls += not operation.is_part
         self.wall_us += operation.wall_us()
         for peer, wait_us in operation.waits_us():
             self.exposed_us += wait_us

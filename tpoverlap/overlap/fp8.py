@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from tpoverlap.comm.descriptor import digest64
+from tpoverlap.comm.meter import PART_OF_A_CALL
 from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.errors import CapacityError, ConfigError
 from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer
@@ -32,7 +33,7 @@ Result = TypeVar("Result")
 SCALES_REGION = "scales"
 METHODS = ("ring_exchange", "pipeline", "bulk", "fused", "sequential")
 _TAGS = {torch.float8_e4m3fn: "/e4m3", torch.float8_e5m2: "/e5m2"}
-_SCALES = "/fp8-scales"
+_SCALES = PART_OF_A_CALL
 FP8_TAGS = ("", _SCALES, *_TAGS.values(), *(f"{tag}-rows" for tag in _TAGS.values()))
 """What labels of operations can end with."""
 

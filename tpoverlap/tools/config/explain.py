@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from tpoverlap.config import OverlapConfig, ResolvedConfig
+from tpoverlap.config.by_tokens import BY_TOKENS, rows_key
 from tpoverlap.config.honoured import is_honoured, why_ignored
 from tpoverlap.config.options import OptionValue
 from tpoverlap.tools.config.picture import lanes
@@ -49,11 +50,18 @@ class Explained:
     written: Mapping[str, OptionValue]
     work: Work | None
     drawn: Timeline
+    by_tokens: Mapping[str, Any] | None = None
+    """The file's rows by T for it."""
 
 
 def explained(config: ResolvedConfig, layer: Layer, rates: Rates | None) -> list[Explained]:
     """Every name that communicates, in the order of the layer."""
-    return [_one(name, options, config.explicit.get(name, {}), layer, rates) for name, options in config.names.items()]
+    section = config.extras.get(BY_TOKENS)
+    rows = section if isinstance(section, Mapping) else {}
+    return [
+        replace(_one(name, options, config.explicit.get(name, {}), layer, rates), by_tokens=rows.get(name))
+        for name, options in config.names.items()
+    ]
 
 
 def _one(
@@ -63,14 +71,24 @@ def _one(
     gemm, copy = 1.0, 0.7  # a picture of the order only
     if rates is not None and work is not None:
         gemm, copy = rates.gemm_us(work.flops), rates.copy_us(work.bytes_sent)
-    return Explained(name, config, written, work, timeline(config, layer.tp_size, gemm, copy))
+    return Explained(name, config, written, work, timeline(_as_run(config), layer.tp_size, gemm, copy))
+
+
+def _as_run(config: OverlapConfig) -> OverlapConfig:
+    """As the dispatcher has it: `atomic_gemm` selects `fused`."""
+    atomic = config.atomic_gemm and config.method in ("ring_exchange", "pipeline", "auto")
+    return replace(config, method="fused") if atomic else config
 
 
 def paragraph(one: Explained, layer: Layer, rates: Rates | None, line_of: Callable[[str, str], int]) -> Iterator[str]:
     """The lines about one GEMM. ``line_of(name, key)``: where an option stands in the file, 0 where nowhere."""
     config, work = one.config, one.work
-    yield f"{one.name}: {config.direction}, {config.method}" + ("" if one.written else "  (default)")
-    yield f"  how      {_how(config, layer)}"
+    runs = _as_run(config)
+    changed = "" if runs is config else f"; {runs.method} here, as atomic_gemm asks"
+    yield f"{one.name}: {config.direction}, {config.method}{changed}" + ("" if one.written else "  (default)")
+    if one.by_tokens is not None:
+        yield f"  by T     {_at(one.by_tokens, layer)}"
+    yield f"  how      {_how(runs, layer)}"
     if work is None:
         yield "  sizes    known to the program only, which registers the width of this name"
     else:
@@ -95,7 +113,18 @@ def paragraph(one: Explained, layer: Layer, rates: Rates | None, line_of: Callab
             f"({rates.source})"
         )
     else:
-        yield f"  exposed  {_exposed(config, layer, work)}"
+        yield f"  exposed  {_exposed(runs, layer, work)}"
+
+
+def _at(entry: Mapping[str, Any], layer: Layer) -> str:
+    """What the file's ``tpoverlap: by_tokens:`` makes of it."""
+    rows = entry.get(rows_key(layer.dtype == "fp8")) or entry.get(rows_key(False)) or ()
+    row = next((one for one in rows if one["up_to"] >= layer.tokens), rows[-1] if rows else None)
+    where = f"where the GEMM has {entry.get('features')} features a rank and H is {entry.get('width')}"
+    if row is None:
+        return f"by_tokens has no row {where}"
+    told = f"by_tokens: tpoverlap runs {row['method']} at T {layer.tokens}, {where}"
+    return f"{told}; what follows is the method above, which Transformer Engine runs at every T"
 
 
 def _exposed(config: OverlapConfig, layer: Layer, work: Work | None) -> str:

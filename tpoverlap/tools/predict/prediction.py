@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -178,9 +179,10 @@ def _gemm(name: str, problem: Problem, device: DeviceModel, tokens: TokenSpec, c
     wide, every = replace(problem, fp8=False, fp8_buf=False), legal
     if problem.fp8:
         legal = methods_known(device, problem, [method for method in legal if method in FP8_METHODS])
-    padded = min(estimate(device, problem.at(capacity), one).time_us for one in candidates(problem, legal))
+    asked = tokens.ends(problem, device.multiprocessors)
+    padded = _padded_us(device, problem, legal, capacity, asked)
     rows = []
-    for low, high in tokens.ends(problem, device.multiprocessors):
+    for low, high in asked:
         at = problem.at(high)
         best, time_us, sequential_us = best_in_bucket(device, problem, low, high, candidates(at, legal))
         found = estimate(device, at, best)
@@ -204,6 +206,15 @@ def _gemm(name: str, problem: Problem, device: DeviceModel, tokens: TokenSpec, c
         )
     weight = round(weight_us(device, problem), 1) if problem.fp8 and name.endswith("_fprop") else 0.0
     return GemmPrediction(name, problem, tuple(rows), break_even(device, problem, legal), weight)
+
+
+def _padded_us(
+    device: DeviceModel, problem: Problem, legal: Sequence[str], capacity: int, asked: Iterable[tuple[int, int]]
+) -> float:
+    """At the capacity, by the method that would run there: the row's, where the table has one."""
+    low, high = next(((low, high) for low, high in asked if high == capacity), (capacity - 1, capacity))
+    best = best_in_bucket(device, problem, low, high, candidates(problem.at(capacity), legal))[0]
+    return estimate(device, problem.at(capacity), best).time_us
 
 
 def _extrapolations(layer: LayerShape, device: DeviceModel, topology: Topology, network_gb_s: float) -> tuple[str, ...]:

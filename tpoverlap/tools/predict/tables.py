@@ -54,7 +54,8 @@ def show(console: Console, answer: Prediction) -> None:
     if any(row.host_bound for gemm in answer.gemms for row in gemm.rows):
         console.print(
             "*: the processor's launches are the limit, not the GPU; --launches hidden leaves them out. The method is "
-            "the best in a layer, whose other work hides part of its launches; the times are of the operation alone"
+            "the best in a layer, whose other work hides part of its launches; the times are of the operation alone, "
+            "so that our seq. may look faster: see --launches hidden"
         )
     console.print(
         "NCCL: plain cuBLAS, then NCCL's collective, without tpoverlap; our seq.: tpoverlap's own method sequential. "
@@ -62,7 +63,7 @@ def show(console: Console, answer: Prediction) -> None:
     )
     if any(row.gain_over_plain < 1.0 for gemm in answer.gemms for row in gemm.rows):
         console.print(
-            "a gain over NCCL below 1: plain NCCL and cuBLAS are estimated to be faster than every method here"
+            "a gain over NCCL below 1: plain NCCL and cuBLAS are estimated to be faster than the method named"
         )
     if layer.fp8:
         console.print(

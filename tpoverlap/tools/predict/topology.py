@@ -146,7 +146,8 @@ def on_topology(device: DeviceModel, topology: Topology, tp_size: int, network_g
 
         copy = Rate(device.copy.latency_us, measured)
         gather, scatter = at_share(device.gather), at_share(device.scatter)
-        return replace(device, basis=ESTIMATE, copy=copy, gather=gather, scatter=scatter)
+        trade = at_share(device.exchange)
+        return replace(device, basis=ESTIMATE, copy=copy, gather=gather, scatter=scatter, trade=trade)
 
     def slower(rate: Rate) -> Rate:
         return Rate(rate.latency_us + _NETWORK_LATENCY_US, min(rate.gb_s, network_gb_s))
@@ -157,4 +158,5 @@ def on_topology(device: DeviceModel, topology: Topology, tp_size: int, network_g
         copy=slower(device.copy),
         gather=slower(device.gather),
         scatter=slower(device.scatter),
+        trade=slower(device.exchange),
     )
