@@ -210,14 +210,17 @@ def test_shipped_presets_are_clean_honest_and_mean_the_same_everywhere() -> None
         report = check_file(preset.path)
         assert {note.level for note in report.notes} <= {"note"}, preset.path
         assert report.tp_source == "the comment" and report.tp_size == preset.said.tp_size
-        assert preset.measured.startswith("no ") and preset.basis
+        assert preset.measured.startswith(("no (", "as a layer: ", "yes: ")) and preset.basis
         assert report.surroundings.number("hidden") == preset.said.hidden
         assert not list(report.surroundings.contradictions())
 
 
 def test_look_up() -> None:
     names = [str(preset.said) for preset in ranked(shipped(), hidden=8192, tp_size=2)]
-    assert names[0] == "userbuffers_bf16_any_h8192_tp2_mbs1_seqlen8192" and len(names) == 3
+    assert names[0] == "userbuffers_bf16_any_h8192_tp2_mbs1_seqlen8192" and len(names) == 4
+    assert names[1] == "userbuffers_bf16_h200_h8192_tp2_mbs1_seqlen8192", "for any GPU first"
+    assert ranked(shipped(), 8192, 2, gpu="h200")[0].measured.startswith("yes")
+    assert ranked(shipped(), 8192, 2, gpu="b200")[0].said.gpu == "any"
     assert ranked(shipped(), 9000, 4)[0].said.hidden == 8192 and ranked(shipped(), 8192, 3) == []
     assert find_preset(names[0]) == find_preset(names[0] + ".yaml") and find_preset("../../x") is None
 

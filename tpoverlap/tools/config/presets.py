@@ -55,13 +55,21 @@ def find_preset(name: str) -> str | None:
 
 
 def ranked(
-    presets: Iterable[Preset], hidden: int, tp_size: int, tokens: int | None = None, ffn: int | None = None
+    presets: Iterable[Preset],
+    hidden: int,
+    tp_size: int,
+    tokens: int | None = None,
+    ffn: int | None = None,
+    gpu: str | None = None,
 ) -> list[Preset]:
-    """Those for ``tp_size``, the nearest sizes first; a size that is twice as large is as far as one that is half."""
+    """Those for ``tp_size``, the nearest sizes first; a size that is twice as large is as far as one that is half. Of
+    one size those made for ``gpu`` come first, then those for any.
+    """
 
-    def distance(preset: Preset) -> float:
+    def distance(preset: Preset) -> tuple[float, bool, bool]:
         pairs = [(preset.said.hidden, hidden, 4.0), (preset.ffn, ffn, 2.0), (preset.said.tokens, tokens, 1.0)]
-        return sum(weight * abs(math.log2(have / want)) for have, want, weight in pairs if want is not None)
+        sizes = sum(weight * abs(math.log2(have / want)) for have, want, weight in pairs if want is not None)
+        return sizes, preset.said.gpu != gpu, preset.said.gpu != "any"
 
     return sorted((preset for preset in presets if preset.said.tp_size == tp_size), key=distance)
 

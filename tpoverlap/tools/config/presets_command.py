@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import click
 
@@ -14,15 +15,22 @@ _SIZE = click.IntRange(1, 2**31 - 1)
 @click.option("--ffn", type=_SIZE, help="F, the MLP's inner width.")
 @click.option("--tp", "tp_size", type=_SIZE, help="R, ranks in the TP group.")
 @click.option("--tokens", type=_SIZE, help="T, tokens of the TP group in one microbatch.")
+@click.option("--gpu", help="Of one size those made for it first: h200, ...")
 @click.option("--show", is_flag=True, help="Print the nearest preset's YAML instead of the table.")
 @click.option("--json", "as_json", is_flag=True, help="The table as JSON.")
 def presets(
-    hidden: int | None, ffn: int | None, tp_size: int | None, tokens: int | None, show: bool, as_json: bool
+    hidden: int | None,
+    ffn: int | None,
+    tp_size: int | None,
+    tokens: int | None,
+    gpu: str | None,
+    show: bool,
+    as_json: bool,
 ) -> None:
     """Look up the presets that ship with tpoverlap; without sizes, list all.
 
-    None of them was timed on several GPUs yet: they hold defaults, and `basis` says why. Nothing in them depends on
-    T, so a preset serves every T up to the capacity.
+    "measured" says which were timed: one by tune, GEMM by GEMM over T, two as layers at one T. The others hold
+    defaults, and "basis" says why. Each serves every T up to the capacity.
     """
     from rich.console import Console
     from rich.table import Table
@@ -32,7 +40,7 @@ def presets(
     if (hidden is None) != (tp_size is None):
         raise click.UsageError("give --hidden and --tp together, or neither")
     every = shipped()
-    found = every if hidden is None or tp_size is None else ranked(every, hidden, tp_size, tokens, ffn)
+    found = every if hidden is None or tp_size is None else ranked(every, hidden, tp_size, tokens, ffn, gpu)
     if not found:
         sizes = sorted({preset.said.tp_size for preset in every})
         raise click.ClickException(f"no preset for --tp {tp_size}; there are some for {', '.join(map(str, sizes))}")
@@ -48,7 +56,7 @@ def presets(
     bases = list(dict.fromkeys(preset.basis for preset in found))
     for preset in found:
         basis = str(bases.index(preset.basis) + 1)
-        table.add_row(str(preset.said), preset.model, preset.measured.partition(" ")[0], basis)
+        table.add_row(str(preset.said), preset.model, re.split(r":| \(", preset.measured)[0], basis)
     Console().print(table)
     for number, text in enumerate(bases, 1):
         click.echo(f"basis {number}: {text}")
