@@ -158,6 +158,12 @@ class MethodTables:
                 f"{end}: {one.method}" for end, one in zip(by_tokens.ends, by_tokens.decisions, strict=True)
             )
             return f"features {features}, up to T {ends}"
+        entry = self._config.extras.get(BY_TOKENS, {}).get(communicator.name)
+        if entry is not None and not communicator.overrides:
+            rows = f"by_tokens has rows for features {entry.get('features')} at width {entry.get('width')}"
+            if features is None:
+                return f"{rows}; those of this GEMM are known after its first operation: pass features="
+            return f"{rows}, and none for features {features} at width {communicator.width}"
         written = self._config.explicit.get(communicator.name, {}).get("method")
         planned = self._planned.get(communicator.name)
         if not {written, planned} <= {None, "auto"} or not communicator.registered:

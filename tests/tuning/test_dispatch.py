@@ -118,6 +118,20 @@ def test_choices_are_pure() -> None:
     assert {"sequential", "ring_exchange"} <= methods, "else these tables say nothing about T"
 
 
+def test_rows_for_another_shape_are_told() -> None:
+    rows = {
+        "features": 64,
+        "width": 8192,
+        "instead_of": "ring_exchange",
+        "rows": [{"up_to": 512, "method": "sequential"}],
+    }
+    given = {"fc2_fprop": {"method": "ring_exchange"}, "tpoverlap": {"by_tokens": {"fc2_fprop": rows}}}
+    found = tables(given)
+    for features, said in ((None, "pass features="), (65, "none for features 65 at width 8192")):
+        by_tokens, remark = found.explained(communicator("fc2_fprop"), features)
+        assert by_tokens is None and "rows for features 64 at width 8192" in remark and said in remark
+
+
 def test_nothing_known_leaves_the_default() -> None:
     assert find(tables(evidence=Evidence()), communicator()) is None
     assert find(tables(), communicator(), features=None) is None

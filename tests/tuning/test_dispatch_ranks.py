@@ -53,7 +53,8 @@ def test_explain_has_the_figures(by_section: list[dict[str, Any]]) -> None:
         assert "at T=20: ring_exchange" in large and "takes 6.0 us, sequential 9.0 us" in large
         assert "up to T 8: sequential, 24: ring_exchange" in large
         assert "at T=3: pipeline in 3" in result["explain proj"]
-        assert "nothing is known about features 7 at width 16" in result["explain other"]
+        assert "by_tokens has rows for features" in result["explain other"]
+        assert "and none for features 7 at width 16" in result["explain other"]
 
 
 def test_cache_of_rank_zero_serves_all(rank_pool: Pools, tmp_path: Path) -> None:
