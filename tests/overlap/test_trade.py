@@ -69,6 +69,12 @@ def test_held_slots_refreshed_flags_and_ranks_of_different_forms(pool: RankPool)
     assert 0 < plain["end"] < plain["gather"], "held slots and refreshed flags take a batch"
 
 
+@pytest.mark.parametrize("method", ["sequential", "fused"])
+def test_strided_biases(pool: RankPool, method: str) -> None:
+    """Kernels read a bias by its address: of `sequential` few rows' exchange, of `fused` all."""
+    assert pool.run(trade_ranks.strided_biases, method) == [[]] * 2
+
+
 def test_two_callers_streams(pool: RankPool) -> None:
     """Uses 1 and 2 of a slot, on the first stream, have no reader before them; 4 and 5, on the second, have one on the
     first; 3 and 6 follow one on their own. The first use of a region refreshes flags.

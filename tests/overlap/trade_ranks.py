@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 
+import tpoverlap as tpo
 from tests.comm import operations as ops
 from tests.overlap import fused_ranks
 from tpoverlap import fused_form
@@ -172,6 +173,31 @@ def odd_turns(rank: int, size: int, turns: int) -> dict[str, int]:
         ops.run_checked(mgr, "sequential_ag", partition, turns + 1)
         mgr.check()
     return traded.calls
+
+
+def strided_biases(rank: int, size: int, method: str) -> list[str]:
+    """Biases whose elements do not follow one another, in both directions; with an all-reduce, too. What was wrong."""
+    names = {"plain_ag_fprop": False, "plain_rs_fprop": True}
+    config = {name: {"method": method, "is_reduce_scatter": scatter} for name, scatter in names.items()}
+    partition, wrong = TokenPartition.balanced(20, size), []
+    with open_manager(ub_cfgs=config) as mgr:
+        for what, bias in (("every other", torch.arange(40.0)[::2]), ("one number", torch.ones(1).expand(20))):
+            seen = {"gather": ops.run(mgr, "sequential_ag", partition, 1) + bias}
+            x, weight = ops._x(partition, 1)[partition.rows(rank)], ops._w(rank, 1, ops.OUT)
+            given = {"gather": tpo.all_gather_gemm(x, weight, mgr.layer("plain_ag"), bias, partition)}
+            bias = bias[: ops.WIDTH]
+            x, weight, layer = ops._inner(rank, partition, 1), ops._w2(rank, 1), mgr.layer("plain_rs", row=True)
+            seen["scatter"] = ops.run(mgr, "sequential_rs", partition, 1) + bias
+            given["scatter"] = tpo.gemm_reduce_scatter(x, weight, layer, bias, partition)
+            linear = tpo.nn.Linear(
+                ops.OUT * size, ops.WIDTH, manager=mgr, ub_name="plain_rs", parallel_mode="row", sequence_parallel=False
+            )
+            linear.load_state_dict({"weight": weight, "bias": bias}, assign=True)
+            given["all-reduce"] = linear(x, partition=partition).detach()
+            seen["all-reduce"] = sum(ops._inner(r, partition, 1) @ ops._w2(r, 1).t() for r in range(size)) + bias  # type: ignore[assignment]
+            wrong += [f"{what}, {key}" for key in seen if not torch.equal(seen[key], given[key])]
+        mgr.check()
+    return wrong
 
 
 class _TwoCallersDriver(SimulatedDriver):

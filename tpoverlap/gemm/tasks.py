@@ -45,7 +45,7 @@ class RowGemm:
 
     Attributes:
         matrices: [K, N_i] each; views such as ``weight.t()`` are fine.
-        biases: [N_i] or None each.
+        biases: [N_i] or None each, contiguous.
         outs: [T, N_i] each, contiguous.
     """
 
@@ -87,7 +87,7 @@ class PartialGemm:
         lefts: [T, K_i] each.
         matrices: [K_i, N] each; views are fine.
         addend: [T, N] or None, part of this rank's partial sum.
-        bias: [N] or None; the rank that owns a row adds it, once.
+        bias: [N] or None, contiguous; the rank that owns a row adds it, once.
     """
 
     lefts: Sequence[torch.Tensor]

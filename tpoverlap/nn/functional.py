@@ -69,9 +69,9 @@ def all_gather_gemm(
         )
     resolved = shard_partition(layer.fprop, x_shard_t, partition)
     require_matmul(layer.fprop, x_shard_t, weights)
-    for one_weight, one_bias in zip(weights, biases, strict=True):
+    for index, (one_weight, one_bias) in enumerate(zip(weights, biases, strict=True)):
         if one_bias is not None:
-            _require_bias(layer.name, one_weight, one_bias)
+            biases[index] = _checked_bias(layer.name, one_weight, one_bias)
     manager = layer.manager
     outputs: tuple[torch.Tensor, ...]
     if fp8 is None:
@@ -118,7 +118,7 @@ def gemm_reduce_scatter(
     require_matmul(layer.fprop, x, [weight])
     require_output_width(layer.fprop, weight.shape[0])
     if bias is not None:
-        _require_bias(layer.name, weight, bias)
+        bias = _checked_bias(layer.name, weight, bias)
     result: torch.Tensor
     if fp8 is None:
         require_unquantised(comm)
@@ -198,9 +198,11 @@ def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]
     return a, b
 
 
-def _require_bias(name: str, weight: torch.Tensor, bias: torch.Tensor) -> None:
+def _checked_bias(name: str, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """``bias``, contiguous: kernels read it by its address."""
     if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype or bias.device != weight.device:
         raise ActiveShapeError(
             f"{name}: the bias is {list(bias.shape)} {bias.dtype} on {bias.device}, the weight {list(weight.shape)} "
             f"{weight.dtype} on {weight.device} needs [{weight.shape[0]}], with its dtype and device"
         )
+    return bias.contiguous()

@@ -150,6 +150,8 @@ def _apply(
         with torch.autocast(x.device.type, enabled=False):
             return _apply(function, in_fp8, view, state, x, weight, bias)
     y: torch.Tensor
+    if bias is not None:
+        bias = bias.contiguous()  # kernels read it by its address
     if state is None:
         y = apply(function, view, x, weight, bias)
     else:
