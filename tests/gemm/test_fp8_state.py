@@ -50,6 +50,11 @@ def test_the_number_that_ranks_compare_follows_writes_from_outside_only(monkeypa
     [
         (lambda: Float8CurrentScaling("e3m4"), "fp8_format='e3m4' is unknown; use one of e4m3, hybrid"),
         (lambda: Float8CurrentScaling(amax_epsilon=-1.0), "amax_epsilon"),
+        (
+            lambda: Float8CurrentScaling(amax_epsilon=True),
+            "at least 0, got True",
+        ),
+        (lambda: Float8CurrentScaling(amax_epsilon="1"), "amax_epsilon"),  # type: ignore[arg-type]
         (lambda: DelayedScaling(amax_history_len=0), "amax_history_len must be an integer of at least 1, got 0"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), "use 'max' or 'most_recent'"),
         (lambda: DelayedScaling(margin=0.5), "margin"),  # type: ignore[arg-type]
@@ -186,6 +191,29 @@ def test_copies_and_pickles() -> None:
         assert torch.equal(other.quantizer("weight").amax_history, state.quantizer("weight").amax_history)
         other.quantizer("weight").record(torch.tensor([[9.0]]))
         assert float(state.quantizer("weight").amax_history[0]) == 1.0, "its own history"
+
+
+def test_copies_on_the_meta_device() -> None:
+    """Models are made, and copied, before they have memory."""
+    made = copy.deepcopy(Fp8State(DelayedScaling(amax_history_len=3), device="meta")).to_empty(device="cpu")
+    assert made.quantizer("input").amax_history.shape == (3,) and made.quantizer("input") is made.input
+
+
+def test_pickles_of_a_version_without_the_quantizers_by_role() -> None:
+    state = Fp8State(DelayedScaling(amax_history_len=3), num_weights=2)
+    older = state.__getstate__()
+    older.pop("_by_role", None)
+    other = Fp8State.__new__(Fp8State)
+    other.__setstate__(older)
+    assert [other.quantizer("grad", index) for index in range(2)] == list(state.grad)
+
+
+def test_the_same_numbers_are_the_same_recipe() -> None:
+    """Ranks compare texts, and kernels take what a number is: an epsilon of 0 and one of 0.0 must not differ."""
+    recipes = Float8CurrentScaling(amax_epsilon=0, use_power_2_scales=0), Float8CurrentScaling()  # type: ignore[arg-type]
+    one, other = (Quantizer(recipe, "input") for recipe in recipes)
+    assert one.agreement == other.agreement
+    assert isinstance(one.rule.epsilon, float)
 
 
 def _pickled(state: Fp8State) -> io.BytesIO:

@@ -76,8 +76,12 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.amax_epsilon < float("inf"):
-            raise ConfigError(f"amax_epsilon must be a finite number of at least 0, got {self.amax_epsilon!r}")
+        epsilon = self.amax_epsilon
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < float("inf"):
+            raise ConfigError(f"amax_epsilon must be a finite number of at least 0, got {epsilon!r}")
+        # Ranks compare recipes as text, and a kernel is compiled for the type: 0 and 0.0 have to be the same.
+        object.__setattr__(self, "amax_epsilon", float(epsilon))
+        object.__setattr__(self, "use_power_2_scales", bool(self.use_power_2_scales))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +74,17 @@ class Fp8State(torch.nn.Module):
         weights = [Quantizer(self.recipe, "weight", place) for _ in range(num_weights)]
         grads = [Quantizer(self.recipe, "grad", place) for _ in range(num_weights)]
         self.weight, self.grad = torch.nn.ModuleList(weights), torch.nn.ModuleList(grads)
-        # Beside the modules: asked several times an operation, and a module's own look-up is slow.
-        self._by_role = {"input": [self.input], "weight": weights, "grad": grads}
+        self._by_role = self._quantizers()
         self._cache: dict[int, tuple[weakref.ref[torch.Tensor], int, QuantizedWeight]] = {}
+
+    def _quantizers(self) -> dict[str, list[Quantizer]]:
+        """Beside the modules: they are asked for several times an operation, and a module's own look-up is slow."""
+        modules: dict[str, Iterable[torch.nn.Module]] = {
+            "input": [self.input],
+            "weight": self.weight,
+            "grad": self.grad,
+        }
+        return {role: [one for one in listed if isinstance(one, Quantizer)] for role, listed in modules.items()}
 
     @property
     def num_weights(self) -> int:
@@ -114,7 +123,6 @@ class Fp8State(torch.nn.Module):
     def __deepcopy__(self, memo: dict[int, object]) -> Fp8State:
         """A copy with its own histories and no cached weight: those belong to the original's parameters."""
         made = Fp8State(self.recipe, self.num_weights, None, self.cache_weights)
-        made.load_state_dict(self.state_dict())
         for name, buffer in self.named_buffers():
             made.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.clone()
         made.train(self.training)
@@ -123,7 +131,14 @@ class Fp8State(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Pickled without cached weights (weak references cannot be)."""
-        return {**super().__getstate__(), "_cache": {}}  # type: ignore[no-untyped-call]
+        state = {**super().__getstate__(), "_cache": {}}  # type: ignore[no-untyped-call]
+        del state["_by_role"]
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Also what an older version pickled."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._by_role = self._quantizers()
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
