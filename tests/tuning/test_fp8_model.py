@@ -175,8 +175,15 @@ def test_a_device_without_fp8() -> None:
             ask(TOY, problem, SEQUENTIAL) if ask is estimate else ask(TOY, problem)  # type: ignore[call-arg]
     older = {key: value for key, value in load_device("h200").to_dict().items() if key != "fp8"}
     assert DeviceModel.from_dict(json.loads(json.dumps(older))).fp8 is None, "plans from before load"
-    for broken in ({"gemm": {}}, {"host_us": "slow"}, {"pass_over": {"latency_us": 1.0, "gb_s": 0.0}}, {"more": 1}):
-        data = TOY8.to_dict()
+    data = TOY8.to_dict()
+    steep = {"gemm": {**data["fp8"]["gemm"], "sustained_exponent": 1e8}}  # a power that is no number any more
+    for broken in (
+        steep,
+        {"gemm": {}},
+        {"host_us": "slow"},
+        {"pass_over": {"latency_us": 1.0, "gb_s": 0.0}},
+        {"more": 1},
+    ):
         with pytest.raises(ConfigError):
             DeviceModel.from_dict({**data, "fp8": {**data["fp8"], **broken}})
 

@@ -13,7 +13,8 @@ from tpoverlap.errors import ConfigError
 
 FOLDER: Final = Path(__file__).parent / "devices"
 
-_TOO_LARGE: Final = 1e9  # of microseconds, GB/s or an exponent
+_TOO_LARGE: Final = 1e9  # of microseconds or GB/s
+_TOO_LARGE_EXPONENT: Final = 8.0  # a time of that many microseconds to this power is still a number
 
 MEASURED: Final = "measured"
 ESTIMATE: Final = "estimate"
@@ -208,7 +209,7 @@ def _require_finite(device: DeviceModel) -> None:
         parts += [*(asdict(part) for part in known if part is not None), {"fp8 host_us": device.fp8.host_us}]
     for values in (*parts, dict(device.host_us), {"step_us": device.step_us, "hop_us": device.hop_us}):
         for key, value in values.items():
-            if not 0.0 <= value < _TOO_LARGE:
+            if not 0.0 <= value < (_TOO_LARGE_EXPONENT if key.endswith("_exponent") else _TOO_LARGE):
                 raise ValueError(f"{key} is {value!r}")
 
 
