@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tpoverlap.config import ResolvedConfig
 
 _BY_DEFAULT = " by default"
-_MAX_KEYS, _MAX_VALUES, _MAX_RANKS, _MAX_TEXT = 6, 4, 6, 80
+_MAX_KEYS, _MAX_VALUES, _MAX_RANKS, _MAX_TEXT, _MAX_KEY = 6, 4, 6, 80, 120
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """(dotted path, text) of everything in nested mappings and lists; an empty one is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, child in value.items():
-            yield from _leaves(child, f"{path}.{key}" if path else str(key))
+            inner = repr(key) if "." in str(key) or "[" in str(key) else key  # else {"a.b": 1} is {"a": {"b": 1}}
+            yield from _leaves(child, f"{path}.{inner}" if path else str(key))
     elif isinstance(value, list | tuple) and value:
         for index, child in enumerate(value):
             yield from _leaves(child, f"{path}[{index}]")
@@ -169,7 +170,7 @@ def _differences(contents: Sequence[Contents]) -> Iterator[str]:
         rows = [(key, [one.at(key) for one in contents]) for key in keys]
         differing = [(key, values) for key, values in rows if len(set(values)) > 1]
         for key, values in sorted(differing, key=lambda row: _is_by_default_only(row[1])):
-            yield f"{key} is {_by_rank(values)}"
+            yield f"{_short(key, _MAX_KEY)} is {_by_rank(values)}"
         if differing:
             return
 
@@ -189,8 +190,8 @@ def _by_rank(values: Sequence[str]) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]}...{text[-_MAX_TEXT // 2 :]}"
+def _short(text: str, most: int = _MAX_TEXT) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 
 def _ranges(ranks: Sequence[int]) -> str:

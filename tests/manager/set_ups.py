@@ -33,6 +33,13 @@ def _config(says: tuple[str, ...], **names: Any) -> BadSetUp:
     return _bad("ConfigError", says, ub_cfgs=names)
 
 
+def _nested(depth: int) -> Any:
+    found: Any = 1
+    for _ in range(depth):
+        found = {"a": found}
+    return found
+
+
 def a_plan(size: int, **methods: tuple[str, bool]) -> dict[str, Any]:
     """What ``mgr.plan()`` gives for ``methods``: name -> (method, is_reduce_scatter)."""
     return make_plan(methods, size, (24, WIDTH))
@@ -96,6 +103,10 @@ BAD_SET_UPS: dict[str, BadSetUp] = {
         ("qkv_wgrad is set", "qkv_dgrad"), qkv_dgrad={"method": "ring_exchange"}, qkv_wgrad={"method": "bulk"}
     ),
     "config: direction": _config(("qkv_fprop.is_reduce_scatter", "all-gather"), qkv_fprop={"is_reduce_scatter": True}),
+    "config: nested too deep": _config(
+        ("tpoverlap.remark.a.a", "32 deep", "flatten"), tpoverlap={"remark": _nested(2000)}
+    ),
+    "config: a number without end": _config(("tpoverlap.remark", "bits", "quote"), tpoverlap={"remark": 10**5000}),
     "config: no file": _bad("ConfigError", ("/no/such/file.yaml",), ub_cfgs="/no/such/file.yaml"),
     "config: a list": _bad("ConfigError", ("list", "te.initialize_ub"), ub_cfgs=[{}]),
     "plan: not one": _bad("ConfigError", ("mgr.plan()", "list"), plan=[]),
@@ -165,6 +176,16 @@ DIFFERENT: dict[str, tuple[MaybeSized, MaybeSized, tuple[str, ...]]] = {
         {"ub_cfgs": {"tpoverlap": {"remark": "x" * 10_000}}},
         {"ub_cfgs": {"tpoverlap": {"remark": "y" * 10_000}}},
         ("tpoverlap.remark is 'xxxx", "...xxx", "and 'yyy"),
+    ),
+    "config: a long name": (
+        {},
+        {"ub_cfgs": {f"{'q' * 10_000}_fprop": {"num_sm": 1}}},
+        ("qqq...qqq", "qqq_fprop.num_sm is not there on", "and 1 on"),
+    ),
+    "config: a dot in a key": (
+        {"ub_cfgs": {"tpoverlap": {"remark": {"a.b": 1}}}},
+        {"ub_cfgs": {"tpoverlap": {"remark": {"a": {"b": 1}}}}},
+        ("tpoverlap.remark.'a.b' is 1 on", "tpoverlap.remark.a.b is not there on"),
     ),
     "quantization": (
         {},

@@ -128,15 +128,14 @@ def _in_order(before: Any, after: Any) -> Any:
 
 
 def is_open(value: Any) -> bool:
-    """Whether a string anywhere in ``value`` holds an interpolation."""
-    return _has_interpolation(value, set())
-
-
-def _has_interpolation(value: Any, seen: set[int]) -> bool:
-    """``seen`` stops at containers that hold themselves."""
-    if isinstance(value, str):
-        return "${" in value
-    if id(value) in seen or not isinstance(value, (Mapping, list)):
-        return False
-    seen.add(id(value))
-    return any(_has_interpolation(child, seen) for child in (value.values() if isinstance(value, Mapping) else value))
+    """Whether a string anywhere in ``value`` holds an interpolation, however deep."""
+    seen: set[int] = set()  # stops at containers that hold themselves
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str) and "${" in one:
+            return True
+        if isinstance(one, (Mapping, list)) and id(one) not in seen:
+            seen.add(id(one))
+            waiting += one.values() if isinstance(one, Mapping) else one
+    return False

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from tpoverlap.config.defaults import fill_defaults, require_tp_size
 from tpoverlap.config.legality import findings, is_entry
@@ -59,6 +59,10 @@ def resolve(
         else:
             _log.info("%s: %s", origin, note)
     return config
+
+
+_MOST_BITS: Final = 1024
+"""Of a number that stands round the options: Python refuses to write out much larger ones."""
 
 
 def _callers_level() -> int:
@@ -170,6 +174,8 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return {key: _plain(child, f"{where}.{key}", depth + 1) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(child, f"{where}[{index}]", depth + 1) for index, child in enumerate(value)]
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ConfigError(f"{where} is a whole number of {value.bit_length()} bits; quote it")
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     raise ConfigError(f"{where} must be plain data, got {type(value).__name__} {value!r}; quote it")
