@@ -84,7 +84,7 @@ def test_the_norm_node(monkeypatch: pytest.MonkeyPatch, centred: bool, zero_cent
 
     monkeypatch.setattr(norm, "norm_forward", forward)
     monkeypatch.setattr(norm, "norm_backward", backward)
-    monkeypatch.setattr(norm, "pays", lambda x, weight: True)
+    monkeypatch.setattr(norm, "pays", lambda x, weight, bias: True)
     torch.manual_seed(0)
     kind = NormKind(centred, zero_centered, 1e-5)
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
@@ -199,9 +199,12 @@ def test_the_cpu_takes_the_twins() -> None:
 def test_norms_stay_with_torch_unless_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "runs_kernels", lambda x: True)
     large, weight = torch.zeros(1024, 4096), torch.zeros(4096)
-    assert norms.pays(large, weight)
-    assert not norms.pays(large[1:], weight), "a small one's launch would take longer than its kernel"
-    assert not norms.pays(torch.zeros(512, 8208), torch.zeros(8208)), "a row has to fit into registers"
-    assert not norms.pays(large, weight.double()) and not norms.pays(large.t(), torch.zeros(1024))
+    assert norms.pays(large, weight, None) and norms.pays(large, weight, weight)
+    assert not norms.pays(large[1:], weight, None), "a small one's launch would take longer than its kernel"
+    assert not norms.pays(torch.zeros(512, 8208), torch.zeros(8208), None), "a row has to fit into registers"
+    assert not norms.pays(large, weight.double(), None) and not norms.pays(large.t(), torch.zeros(1024), None)
+    strided = torch.zeros(2 * 4096)[::2]  # the kernels read parameters by address, in the input's dtype
+    assert not norms.pays(large, strided, None) and not norms.pays(large, weight, strided)
+    assert not norms.pays(large, weight, weight.half())
     with torch.autocast("cpu"):
-        assert not norms.pays(large, weight), "torch decides the result's dtype"
+        assert not norms.pays(large, weight, None), "torch decides the result's dtype"

@@ -68,7 +68,7 @@ class NormOptions:
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind) -> torch.Tensor:
     """The norm of rows x [t, H]: the kernels of `tpoverlap.nn.elementwise.norms` for large x, else torch's."""
-    if not pays(x, weight):
+    if not pays(x, weight, bias):
         return norm_twin(x, weight, bias, kind)
     if not torch.is_grad_enabled():
         return norm_forward(x, weight, bias, kind)[0]

@@ -42,7 +42,7 @@ class NormKind(NamedTuple):
     eps: float
 
 
-def pays(x: Tensor, weight: Tensor) -> bool:
+def pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernels should run: they can, ``x`` [T_r, H] is large, and no autocast wants torch's other dtype."""
     return (
         x.numel() >= _LEAST_ELEMENTS
@@ -51,6 +51,8 @@ def pays(x: Tensor, weight: Tensor) -> bool:
         and x.shape[1] <= _MOST_FEATURES
         and x.stride(1) == 1
         and weight.dtype == x.dtype
+        and weight.is_contiguous()
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
         and not torch.is_autocast_enabled(x.device.type)
     )
 
