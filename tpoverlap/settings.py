@@ -107,6 +107,12 @@ def require_agreement(
     for rank, (error, _) in enumerate(answers):
         if error is not None:
             raise ConfigError(f"rank {rank} was given something illegal: {error}; correct it there")
+    steps = [", ".join(answer) for _, answer in answers]
+    if len(set(steps)) > 1:  # some register a name where others make a manager, or their releases differ
+        raise RankMismatchError(
+            f"ranks are at different steps of the set-up, or have different versions of tpoverlap: one that compares "
+            f"{_by_rank(steps)}; make managers and register names in the same order everywhere"
+        )
     differing, found = [], []
     for key in asdict(settings):
         values = [repr(answer[key]) for _, answer in answers]

@@ -51,6 +51,12 @@ def different_files(rank: int, size: int, folder: str) -> Outcome:
     return outcome_of(lambda: make_manager(ub_cfgs=path))
 
 
+def different_steps(rank: int, size: int) -> Outcome:
+    """Rank 0 registers a name while the others make another manager."""
+    with make_manager() as manager:
+        return outcome_of(make_manager if rank else lambda: manager.register("vision", width=8))
+
+
 def backend_that_does_not_work(rank: int, size: int, offender: int | None) -> Outcome:
     options = {"backend": "cuda"} if offender is None or rank == offender else {}
     return outcome_of(lambda: make_manager(**options))

@@ -73,6 +73,17 @@ def test_ranks_with_different_files(rank_pool: Pools, size: int, tmp_path: Path)
         require(outcome, "RankMismatchError", says, "different files")
 
 
+def test_ranks_at_different_steps(rank_pool: Pools) -> None:
+    for outcome in rank_pool(2).run(set_up_ranks.different_steps, timeout_s=60.0):
+        says = (
+            "different steps",
+            "name, width, max_tokens",
+            "on rank 0 and capacity_shape, ",
+            "on rank 1; make managers",
+        )
+        require(outcome, "RankMismatchError", says, "one registers, one makes a manager")
+
+
 def test_many_ranks_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """What 72 ranks have is said by ranges, and cut where every rank has something else."""
     sizes = [4] * 40 + [8] + [4] * 31
