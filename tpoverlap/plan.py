@@ -57,6 +57,8 @@ def pinned_methods(plan: Mapping[str, Any] | None, tp_size: int, config: Resolve
         return {}
     if not isinstance(plan, Mapping) or plan.get("version") != PLAN_VERSION or "methods" not in plan:
         got = f"version {plan.get('version')!r}" if isinstance(plan, Mapping) else type(plan).__name__
+        if isinstance(plan, Mapping) and "methods" not in plan:
+            got += " without its 'methods'"
         raise ConfigError(f"plan= must be what mgr.plan() returned (version {PLAN_VERSION}), got {got}")
     if (odd := _not_plain(plan, "plan")) is not None:
         raise ConfigError(f"{odd}; plan= must be what mgr.plan() returned, or the same read back from JSON")

@@ -136,3 +136,9 @@ def test_odd_types_in_by_tokens_are_config_errors(odd: Any) -> None:
             resolve({"tpoverlap": {"by_tokens": _with(BY_TOKENS, path, odd)}}, 2)
         except ConfigError as error:
             assert "by_tokens" in str(error), error
+
+
+def test_a_plan_without_methods_is_told_so() -> None:
+    plan = {key: value for key, value in a_plan(2, fc1_fprop=("auto", False)).items() if key != "methods"}
+    with pytest.raises(ConfigError, match="got version 1 without its 'methods'"):
+        _use(plan)

@@ -93,7 +93,10 @@ def _look(channel: Channel, warned: set[int]) -> TpOverlapError | None:
 def _judge_age(channel: Channel, oldest: Flight, age_s: float, warned: set[int]) -> TpOverlapError | None:
     descriptor = oldest.descriptor
     missing = channel.diagnosis.missing_peers(descriptor.sequence)
-    who = f"rank {', '.join(map(str, missing))} has not started it" if missing else "every rank has started it"
+    ranks = ", ".join(map(str, missing))
+    who = "every rank has started it"
+    if missing:
+        who = f"rank {ranks} has not started it" if len(missing) == 1 else f"ranks {ranks} have not started it"
     what = f"operation number {descriptor.sequence}, {descriptor.label} with T={descriptor.num_tokens}"
     if age_s > channel.timeout_s and channel.bounds_waits:
         suspect = missing[0] if missing else channel.peers[0]
