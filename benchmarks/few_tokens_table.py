@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from benchmarks import markdown
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/2026-11-30_h200x2_exchange_kernel.json"
 BEGIN, END = "<!-- few tokens: made by benchmarks/few_tokens_table.py -->", "<!-- few tokens: end -->"
@@ -29,7 +31,7 @@ def table(results: dict[str, Any], shape: tuple[int, int] | None) -> str:
     heads = ["T x K x N"]
     for direction in ("AG", "RS"):
         heads += [f"{direction}: {shown}" for _, shown in COLUMNS] + [f"{direction} host: {COLUMNS[1][1]}", "by kernel"]
-    lines = [heads, ["---"] * len(heads)]
+    lines = []
     for size in sizes:
         line = [" x ".join(map(str, size))]
         for direction in ("gather", "scatter"):
@@ -40,15 +42,12 @@ def table(results: dict[str, Any], shape: tuple[int, int] | None) -> str:
                 line.append(f"**{text}**" if label == ahead else text)
             line += [f"{times[label]['host_us']:.0f}" for label in ("plain", "kernel")]
         lines.append(line)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown.table(heads, lines)
 
 
 def filled(text: str, wanted: str) -> str:
     """``text`` with ``wanted`` between its markers, which it has to have once each."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise click.ClickException(f"the document needs {BEGIN} and {END}, each once")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{wanted}\n{END}{rest.split(END)[1]}"
+    return markdown.filled(text, BEGIN, END, wanted)
 
 
 @click.command()

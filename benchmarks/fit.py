@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from benchmarks.observations import OURS, Observation
+from benchmarks.pattern_search import pattern_search
 from tpoverlap.tuning import DeviceModel, collective_us, estimate, gemm_time_us, plain
 from tpoverlap.tuning.device import GemmRates, OneKernel, Rate
 from tpoverlap.tuning.model import PLAIN, launched_as
@@ -182,7 +183,7 @@ def _search(
     observations: Sequence[Observation],
     rounds: int = 80,
 ) -> Fitted:
-    """Pattern search for the least squared log ratio; deterministic, and needs no derivative (waves have none)."""
+    """The least squared log ratio."""
     if not observations:
         return fitted
 
@@ -190,17 +191,4 @@ def _search(
         candidate = replace(fitted, device=build(fitted.device, values))
         return sum(math.log(candidate.predict_us(seen) / seen.time_us) ** 2 for seen in observations)
 
-    best, values, step = loss(start), list(start), 0.3
-    for _ in range(rounds):
-        improved = False
-        for index in range(len(values)):
-            for factor in (1.0 + step, 1.0 / (1.0 + step)):
-                trial = [*values[:index], max(values[index] * factor, 1e-6), *values[index + 1 :]]
-                value = loss(trial)
-                if value < best:
-                    best, values, improved = value, trial, True
-        if not improved:
-            step /= 2
-            if step < 1e-3:
-                break
-    return replace(fitted, device=build(fitted.device, [float(f"{value:.4g}") for value in values]))
+    return replace(fitted, device=build(fitted.device, pattern_search(loss, start, rounds)))

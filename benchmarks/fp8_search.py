@@ -1,4 +1,4 @@
-"""Pattern search for FP8's parameters: deterministic, and needs no derivative (waves of tiles have none)."""
+"""FP8's parameters: those with the least squared log ratios over what was measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from benchmarks.pattern_search import pattern_search
 from tpoverlap.tuning import DeviceModel
 
 
@@ -27,17 +28,4 @@ def search(
         device = build(values)
         return sum(math.log(one.predict_us(device) / one.time_us) ** 2 for one in seen)
 
-    best, values, step = loss(start), list(start), 0.3
-    for _ in range(80 if seen else 0):
-        improved = False
-        for index in range(len(values)):
-            for factor in (1.0 + step, 1.0 / (1.0 + step)):
-                trial = [*values[:index], max(values[index] * factor, 1e-6), *values[index + 1 :]]
-                value = loss(trial)
-                if value < best:
-                    best, values, improved = value, trial, True
-        if not improved:
-            step /= 2
-            if step < 1e-3:
-                break
-    return build([float(f"{value:.4g}") for value in values])
+    return build(pattern_search(loss, start, rounds=80 if seen else 0))

@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+from benchmarks import markdown
+
 ROOT = Path(__file__).parents[1]
 END = "<!-- layers table: end -->"
 HEADLINES = (
@@ -37,7 +39,7 @@ def full(results: Row) -> str:
     rows = measured(results)
     heads = ["layer, numbers", "T", "auto", "no overlap", "padded to C", "compute only", "of compute", "of no overlap"]
     heads += ["auto, eager", "no overlap, eager", "compute only, eager", "host: auto", "no overlap", "compute only"]
-    return _table([*heads, "targets met"], [_full(row) for row in rows])
+    return markdown.table([*heads, "targets met"], [_full(row) for row in rows])
 
 
 def headlines(results: Row) -> str:
@@ -45,7 +47,7 @@ def headlines(results: Row) -> str:
     by_key = {(row["kind"], row["hidden"], row["numbers"], row["num_tokens"]): row for row in measured(results)}
     heads = ["layer, forward + backward, ms", "T", "compute only", "auto", "no overlap", "padded to C"]
     heads += ["auto of compute only", "the same, eager"]
-    return _table(heads, [_headline(by_key[key]) for key in HEADLINES if key in by_key])
+    return markdown.table(heads, [_headline(by_key[key]) for key in HEADLINES if key in by_key])
 
 
 TABLES: dict[str, tuple[Callable[[Row], str], str]] = {
@@ -117,16 +119,9 @@ def _targets(targets: Sequence[Row]) -> str:
     return f"{met}; missed: {', '.join(missed)}" if missed else met
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *rows))
-
-
 def filled(text: str, which: str, wanted: str) -> str:
-    """``text`` with ``wanted`` between its markers, which it has to have once each."""
-    if text.count(begin(which)) != 1 or text.count(END) != 1:
-        raise click.ClickException(f"the document needs {begin(which)} and {END}, each once, around the table")
-    before, _, rest = text.partition(begin(which))
-    return f"{before}{begin(which)}\n{wanted}\n{END}{rest.partition(END)[2]}"
+    """``text`` with ``wanted`` between the markers of ``which`` table, which it has to have once each."""
+    return markdown.filled(text, begin(which), END, wanted)
 
 
 @click.command()

@@ -14,6 +14,8 @@ from typing import Any
 
 import click
 
+from benchmarks import markdown
+
 BEGIN = "<!-- bench table: made by benchmarks/readme_table.py -->"
 END = "<!-- bench table: end -->"
 COLUMNS = (("plain sequential", "NCCL + cuBLAS"), ("torch async-TP", "torch async-TP"), ("auto", "tpoverlap"))
@@ -31,7 +33,7 @@ def table(results: Row) -> str:
     for title in TITLES.values():
         heads += [f"{title}: {plain if label == 'plain sequential' else name}" for label, name in COLUMNS]
         heads.append("of limit")
-    lines = [heads, ["---"] * len(heads)]
+    lines = []
     for shape in dict.fromkeys((row["num_tokens"], row["in_features"], row["out_features"]) for row in rows):
         by_direction = {
             row["direction"]: row
@@ -39,7 +41,7 @@ def table(results: Row) -> str:
             if (row["num_tokens"], row["in_features"], row["out_features"]) == shape
         }
         lines.append([" x ".join(map(str, shape)), _gemm(by_direction), *_cells(by_direction)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown.table(heads, lines)
 
 
 def _gemm(by_direction: dict[str, Row]) -> str:
@@ -91,7 +93,7 @@ def main(results: Path, check: bool, write: bool, readme: Path) -> None:
     text = readme.read_text()
     problem = problem_in(text, wanted)
     if write and text.count(BEGIN) == text.count(END) == 1:
-        readme.write_text(f"{text.partition(BEGIN)[0]}{BEGIN}\n{wanted}\n{END}{text.partition(END)[2]}")
+        readme.write_text(markdown.filled(text, BEGIN, END, wanted))
         return
     if problem is not None:
         click.echo(f"{readme}: {problem}", err=True)

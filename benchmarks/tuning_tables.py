@@ -22,6 +22,8 @@ from typing import Any
 
 import click
 
+from benchmarks import markdown
+
 ROOT = Path(__file__).parents[1]
 PLACE = re.compile(r"(<!-- table: (?P<what>\w+) (?P<file>\S+) -->\n)(?P<held>.*?)(<!-- table: end -->)", re.DOTALL)
 Data = dict[str, Any]
@@ -133,8 +135,7 @@ def _missing(file: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return markdown.table(heads, [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
 def _us(value: float | None) -> str:
