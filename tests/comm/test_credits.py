@@ -1,4 +1,4 @@
-"""Where one stream does it all, rows are sent only after the peers' credits."""
+"""Where one stream does it all, peers are told of the operation, and rows are sent only after their credits."""
 
 from __future__ import annotations
 
