@@ -30,7 +30,7 @@ Claimed = tuple[CallerDeviceStream, int, Flight]
 
 
 class QuickTrade:
-    """Operations of one outline, one after the other.
+    """Operations of one outline, one after the other. `gather` and `add` repeat a frame that would cost two calls.
 
     Args:
         channel: on a device.

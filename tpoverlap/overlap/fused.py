@@ -27,7 +27,7 @@ import torch
 from tpoverlap.comm import Channel, OneSidedExchange, Transfer
 from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.streams import Stream
-from tpoverlap.errors import BackendUnavailableError, PeerTimeoutError
+from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.fused_form import choose_form
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton import require_kernels
@@ -36,6 +36,7 @@ from tpoverlap.memory.layout import MAX_PIECES
 from tpoverlap.overlap import fused_launch
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.fused_blocks import Slots, counter_word, gather_rows, last_words, scatter_rows
+from tpoverlap.overlap.kernel_limit import kernel_limit_s, watch_kernels
 
 ReadGathered = Callable[[torch.Tensor], None]
 
@@ -48,8 +49,6 @@ _SCATTER_PIECES: Final = ((2 * _MIB, 1), (8 * _MIB, 2), (32 * _MIB, 4), (None, 8
 _PIECE_ROWS: Final = 128
 """Pieces are cut at multiples of a tile's rows where they can be."""
 _COUNTED_OPERATIONS: Final = 64
-_GIVE_UP_FACTOR, _GIVE_UP_EXTRA_S = 2.0, 10.0
-"""The watchdog satisfies waiting kernels at the time-out; their own bound is for a process whose watchdog is stuck."""
 _SHARED_GPU_PROGRAMS: Final = 16
 
 
@@ -195,20 +194,9 @@ def require_runnable(context: OperationContext) -> None:
 
 def _make_kernels(context: OperationContext, channel: Channel, reserve: int, lends: bool) -> _Kernels:
     require_runnable(context)
-    limit_s = _GIVE_UP_FACTOR * channel.timeout_s + _GIVE_UP_EXTRA_S
-    launcher = GemmLauncher(channel.device, limit_s, reserve, lends=lends)
-
-    error = launcher.error
-
-    def gave_up() -> BaseException | None:
-        if not error[0]:
-            return None
-        return PeerTimeoutError(
-            f"rank {channel.rank}: a kernel of method 'fused' waited more than {limit_s:g} s for rows of a peer and "
-            "gave up; its output is NaN. Close the manager"
-        )
-
-    channel.probes.append(gave_up)
+    launcher = GemmLauncher(channel.device, kernel_limit_s(channel), reserve, lends=lends)
+    waits = "a kernel of method 'fused' waited more than {limit} s for rows of a peer"
+    watch_kernels(channel, launcher.error, waits)
     return _Kernels(launcher, PieceCounters(channel.device, channel.tp_size), Slots(channel))
 
 

@@ -28,15 +28,14 @@ from tpoverlap.comm.device_streams import MarkEvent
 from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.trader import Trader
 from tpoverlap.comm.transport import DeviceTransport
-from tpoverlap.errors import PeerTimeoutError
 from tpoverlap.fused_form import choose_sequential_form
 from tpoverlap.gemm.triton import kernels_missing
 from tpoverlap.gemm.triton.gates import TradeSlot
 from tpoverlap.gemm.triton.trade_launcher import DTYPES, Trade, TradeLauncher
 from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING, MAX_PIECES, WORD_BYTES, require_fits
+from tpoverlap.overlap.kernel_limit import kernel_limit_s, watch_kernels
 
 logger = logging.getLogger("tpoverlap")
-GIVE_UP_FACTOR, GIVE_UP_EXTRA_S = 2.0, 10.0
 _MAX_PREPARED: Final = 1024
 _ALIGNMENT: Final = 15
 _EPOCH_MASK: Final = 0xFFFFFFFF
@@ -183,17 +182,7 @@ def why_engine(channel: Channel, counts: tuple[int, ...], row_bytes: int, sums: 
 def _make_trader(channel: Channel) -> KernelTrader:
     transport = channel.transport
     assert isinstance(transport, DeviceTransport), "checked before"
-    limit_s = GIVE_UP_FACTOR * channel.timeout_s + GIVE_UP_EXTRA_S
-    launcher = TradeLauncher(channel.device, limit_s)
-    error = launcher.error
-
-    def gave_up() -> BaseException | None:
-        if not error[0]:
-            return None
-        return PeerTimeoutError(
-            f"rank {channel.rank}: the kernel that exchanges rows of method 'sequential' waited more than {limit_s:g} "
-            "s for a peer and gave up; its output is NaN. Close the manager"
-        )
-
-    channel.probes.append(gave_up)
+    launcher = TradeLauncher(channel.device, kernel_limit_s(channel))
+    waits = "the kernel that exchanges rows of method 'sequential' waited more than {limit} s for a peer"
+    watch_kernels(channel, launcher.error, waits)
     return KernelTrader(transport.signals, launcher)

@@ -25,10 +25,9 @@ from tpoverlap.gemm.triton.push_plan import Push, PushPlan
 from tpoverlap.gemm.triton.tables import DeviceTables
 from tpoverlap.gemm.triton.tile_plan import TilePlan
 from tpoverlap.gemm.triton.tiles import INTERPRETED, TileShape, choose_tile, fits_one_wave
+from tpoverlap.gemm.triton.wait_bound import WaitBound
 
 _INTERPRETED_PROGRAMS: Final = 3
-_POLLS_PER_S: Final = 2_000
-"""Roughly what the interpreter manages; its bound only has to exist."""
 _LEAST_PUSHERS: Final = 24
 """Programs that push, at least: one alone fills a small part of a link."""
 
@@ -48,7 +47,7 @@ class LaunchBuilder:
     ) -> None:
         self.device = device
         self.interpreted = driver is None
-        self._limit = int(limit_s * (_POLLS_PER_S if driver is None else 1e9))
+        self._bound = WaitBound(device, limit_s, interpreted=driver is None)
         self._tile = INTERPRETED if driver is None and tile is None else tile
         self._use_tma = use_tma if use_tma is not None else driver is not None and driver.has_tma
         self._tables = DeviceTables(device, driver)
@@ -56,10 +55,7 @@ class LaunchBuilder:
         multiprocessors = _INTERPRETED_PROGRAMS if driver is None else driver.multiprocessors
         self.num_programs = max(1, multiprocessors - reserve_programs)
         self._lent = multiprocessors - self.num_programs if lends else 0
-        # Pinned: the kernel stores into it, the host looks at it without a copy or a synchronisation.
-        error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.error = error.numpy()
-        self._error_address = error.data_ptr()
+        self.error = self._bound.error
         self._none = torch.zeros(4, dtype=torch.int32, device=device)
 
     def tile_for(
@@ -236,8 +232,8 @@ class LaunchBuilder:
                 slot.words_per_rank if received and slot is not None else 0,
                 slot.words if waits and slot is not None else 0,
                 0,  # the epoch: `Prepared.launch` puts it here
-                self._limit,
-                self._error_address,
+                self._bound.limit,
+                self._bound.address,
                 self._none if counters is None else counters,
                 first,
                 pushed,
@@ -328,8 +324,8 @@ class LaunchBuilder:
                 slot.words_per_rank,
                 slot.words,
                 0,  # the epoch: `Prepared.launch` puts it here
-                self._limit,
-                self._error_address,
+                self._bound.limit,
+                self._bound.address,
             )
 
         extras = (extra for extra in (gemm.bias, gemm.addend) if extra is not None)

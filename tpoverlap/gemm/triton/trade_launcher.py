@@ -17,6 +17,7 @@ from tpoverlap.gemm.triton.compiled import CompiledKernels, Kernel, launch_slowl
 from tpoverlap.gemm.triton.gates import TradeSlot
 from tpoverlap.gemm.triton.kernel_driver import CudaKernelDriver, KernelDriver, LaunchConfig
 from tpoverlap.gemm.triton.tiles import TileShape
+from tpoverlap.gemm.triton.wait_bound import WaitBound
 
 MOST_RANKS: Final = 8
 """The kernels take so many ranks' addresses."""
@@ -37,7 +38,6 @@ _INTERPRETED_UNITS: Final = 1024
 _LEAST_SUM_BYTES: Final = 4096
 """A program adds at least this much of own rows."""
 _INTERPRETED_PROGRAMS: Final = 3
-_POLLS_PER_S: Final = 2_000
 _MASK: Final = (1 << 64) - 1
 
 
@@ -125,12 +125,9 @@ class TradeLauncher:
         if driver is None and device.type == "cuda":
             driver = CudaKernelDriver(device)
         self._device, self._driver = device, driver
-        self._limit = int(limit_s * (_POLLS_PER_S if driver is None else 1e9))
+        self._bound = WaitBound(device, limit_s, interpreted=driver is None)
         self._kernels = CompiledKernels(driver)
-        # Pinned: the kernel stores into it, the host looks at it without a copy or a synchronisation.
-        error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.error = error.numpy()
-        self._error_address = error.data_ptr()
+        self.error = self._bound.error
         self._counters: dict[int, torch.Tensor] = {}
 
     def gather(
@@ -157,8 +154,8 @@ class TradeLauncher:
         fixed = (
             before * groups_a_row, own * groups_a_row, parts, slot.depth, total * groups_a_row,
             sum(1 << source for source, count in enumerate(counts) if count), rank, slot.arrivals, slot.credits,
-            slot.descriptors, slot.ring_bytes, slot.flags_bytes, self._counters_of(stream), self._limit,
-            self._error_address, *_padded(slot.data), *_padded(slot.flags), *_padded(slot.told),
+            slot.descriptors, slot.ring_bytes, slot.flags_bytes, self._counters_of(stream), self._bound.limit,
+            self._bound.address, *_padded(slot.data), *_padded(slot.flags), *_padded(slot.told),
         )  # fmt: skip
         unit = {1: tl.int8, 2: tl.int16, 4: tl.int32}[unit_bytes]
         units = _INTERPRETED_UNITS if self._driver is None else _UNITS
@@ -201,7 +198,7 @@ class TradeLauncher:
         ]
         fixed = (
             parts, slot.depth, width, rank, slot.data[rank], slot.arrivals, slot.credits, slot.descriptors,
-            slot.ring_bytes, slot.flags_bytes, self._counters_of(stream), self._limit, self._error_address,
+            slot.ring_bytes, slot.flags_bytes, self._counters_of(stream), self._bound.limit, self._bound.address,
             *_padded([count * groups_a_row for count in counts]), *_padded(blocks), *_padded(slot.flags),
             *_padded(slot.told), *_padded(slot.grants),
         )  # fmt: skip
