@@ -86,7 +86,7 @@ def choose(
         return by_tokens.at(num_tokens)
     if planned_method not in (None, "auto"):
         return Decision(str(planned_method), "plan", "pinned by plan=")
-    if config.atomic_gemm and config.method in ("ring_exchange", "pipeline", "auto"):
+    if config.atomic_selects_fused:
         return Decision("fused", config_source, "atomic_gemm asks for one kernel whose tiles wait or signal: fused")
     if config.method == "auto":
         method = auto_method(name, is_reduce_scatter=config.is_reduce_scatter)

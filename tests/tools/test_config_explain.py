@@ -215,6 +215,14 @@ def test_shipped_presets_are_clean_honest_and_mean_the_same_everywhere() -> None
         assert not list(report.surroundings.contradictions())
 
 
+def test_the_measured_preset_is_what_tune_wrote() -> None:
+    """But for its first comments: the package ships a copy of the results file."""
+    root = Path(__file__).parents[2]
+    tuned = (root / "benchmarks/results/2026-11-30_h200x2_tune_ub.yaml").read_text(encoding="utf-8")
+    (preset,) = [one for one in shipped() if one.measured.startswith("yes")]
+    assert preset.path.read_text(encoding="utf-8").split("\n\n", 1)[1] == tuned.split("\n\n", 1)[1]
+
+
 def test_look_up() -> None:
     names = [str(preset.said) for preset in ranked(shipped(), hidden=8192, tp_size=2)]
     assert names[0] == "userbuffers_bf16_any_h8192_tp2_mbs1_seqlen8192" and len(names) == 4

@@ -76,6 +76,11 @@ class OverlapConfig:
         """``"reduce-scatter"`` or ``"all-gather"``."""
         return direction_name(self.is_reduce_scatter)
 
+    @property
+    def atomic_selects_fused(self) -> bool:
+        """Whether ``atomic_gemm`` has ``fused`` run in place of ``method``."""
+        return self.atomic_gemm and self.method in ("ring_exchange", "pipeline", "auto")
+
 
 def direction_name(is_reduce_scatter: bool) -> str:
     """The word for a direction that messages use."""

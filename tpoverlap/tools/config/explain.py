@@ -75,9 +75,8 @@ def _one(
 
 
 def _as_run(config: OverlapConfig) -> OverlapConfig:
-    """As the dispatcher has it: `atomic_gemm` selects `fused`."""
-    atomic = config.atomic_gemm and config.method in ("ring_exchange", "pipeline", "auto")
-    return replace(config, method="fused") if atomic else config
+    """As the dispatcher has it."""
+    return replace(config, method="fused") if config.atomic_selects_fused else config
 
 
 def paragraph(one: Explained, layer: Layer, rates: Rates | None, line_of: Callable[[str, str], int]) -> Iterator[str]:
