@@ -15,7 +15,7 @@ import tpoverlap as tpo
 from tests.comm import operations as ops
 from tests.overlap import fused_ranks
 from tpoverlap import fused_form
-from tpoverlap.comm import Trace, device_exchange, quick_trade
+from tpoverlap.comm import Trace, device_exchange, quick_operation, quick_trade
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.manager import UserBufferManager
 from tpoverlap.overlap import gather_beside, sequential
@@ -155,7 +155,10 @@ def odd_turns(rank: int, size: int, turns: int) -> dict[str, int]:
     """Held slots, flags that are refreshed all the time, ranks of different forms, a trace: results bit by bit."""
     with open_manager() as mgr, counted() as traded:
         assert mgr.channel is not None, "several ranks"
-        with mock.patch.object(device_exchange, "REFRESH_EVERY", 3), mock.patch.object(quick_trade, "REFRESH_EVERY", 3):
+        with (
+            mock.patch.object(device_exchange, "REFRESH_EVERY", 3),
+            mock.patch.object(quick_operation, "REFRESH_EVERY", 3),
+        ):
             for seed, partition in enumerate(ops.partitions(size, turns)):
                 hook = (lambda *transfer: None) if seed % 3 == 1 and rank == 0 else None
                 mgr.channel.before_copy = hook  # that rank takes the copy engine

@@ -63,6 +63,11 @@ class DeviceSignals(Signals):
         arena, layout: the arena whose control words carry descriptors and aborts.
         driver: of this rank's device.
         timeout_s: named in messages; enforced by the watchdog.
+
+    Attributes:
+        peers: in ring order, this rank's next one first.
+        descriptors_out: (peer, where this rank's ring of descriptors lies there), in that order.
+        descriptors_in: by rank, where its ring lies here.
     """
 
     def __init__(self, arena: Arena, layout: ArenaLayout, driver: DeviceDriver, timeout_s: float) -> None:
@@ -75,10 +80,10 @@ class DeviceSignals(Signals):
         self._poison: dict[Arena, torch.Tensor] = {}
         self._control = driver.host_bytes(layout.control_bytes)
         self.peers = [(arena.rank + offset) % arena.tp_size for offset in range(1, arena.tp_size)]
-        self._descriptors_out = [
+        self.descriptors_out = [
             (peer, arena.address(peer) + layout.descriptor_offset(arena.rank, 0)) for peer in self.peers
         ]
-        self._descriptors_in = [
+        self.descriptors_in = [
             arena.address(arena.rank) + layout.descriptor_offset(source, 0) for source in range(arena.tp_size)
         ]
         self._descriptor_step = layout.descriptor_offset(0, 1)
@@ -131,16 +136,20 @@ class DeviceSignals(Signals):
         Rings of further ranks follow; one is ``DESCRIPTOR_RING * DESCRIPTOR_BYTES`` long.
         """
         out = [0] * self._arena.tp_size
-        for peer, address in self._descriptors_out:
+        for peer, address in self.descriptors_out:
             out[peer] = address
-        return out, self._descriptors_in[0]
+        return out, self.descriptors_in[0]
+
+    def descriptor_place(self, sequence: int) -> int:
+        """Bytes from the start of a ring to the descriptor of operation number ``sequence``."""
+        return sequence % self._descriptor_ring * self._descriptor_step
 
     # -- on a stream ---------------------------------------------------------------------------------------------
 
     def publish_all(self, stream: DeviceStream, descriptor: Descriptor) -> None:
         """Collect: `publish` to every peer."""
         offset = descriptor.sequence % self._descriptor_ring * self._descriptor_step
-        for _, address in self._descriptors_out:
+        for _, address in self.descriptors_out:
             stream.write_pair(address + offset, descriptor.record, descriptor.digest)
 
     def publish(self, stream: Stream, peer: int, descriptor: Descriptor) -> None:
@@ -153,7 +162,7 @@ class DeviceSignals(Signals):
     def expect_on(self, stream: DeviceStream, peer: int, descriptor: Descriptor) -> None:
         """`expect`."""
         offset = descriptor.sequence % self._descriptor_ring * self._descriptor_step
-        stream.wait_pair(self._descriptors_in[peer] + offset, descriptor.record, descriptor.digest)
+        stream.wait_pair(self.descriptors_in[peer] + offset, descriptor.record, descriptor.digest)
 
     def set_arrival(self, stream: Stream, destination: int, ref: SlotRef, piece: int) -> None:
         offset = ref.layout.arrival_offset(ref.region, ref.slot, self._arena.rank, piece)

@@ -56,10 +56,7 @@ class Meter:
     def of(self, descriptor: Descriptor) -> MeteredOperation | None:
         """What an operation reports to, or None when this one is not measured."""
         label = descriptor.label
-        count = self._counts.get(label)
-        if count is None:
-            count = len(self._counts) * _STRIDE % self.every
-        self._counts[label] = count = count + 1
+        count = self._counts[label] = self._count(label) + 1
         if count % self.every:
             return None
         self._collect()
@@ -69,6 +66,19 @@ class Meter:
         operation.is_part = label.endswith(PART_OF_A_CALL)
         self._pending.append(operation)
         return operation
+
+    def passes(self, label: str) -> bool:
+        """Whether the next operation with ``label`` is not measured, and so need not ask `of`: it was counted then."""
+        count = self._count(label) + 1
+        if count % self.every == 0:
+            return False
+        self._counts[label] = count
+        return True
+
+    def _count(self, label: str) -> int:
+        """Operations with ``label`` so far, from a start of its own."""
+        count = self._counts.get(label)
+        return len(self._counts) * _STRIDE % self.every if count is None else count
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Name -> ``metered_calls``, ``exposed_us`` (waited, a metered call), ``exposed_percent`` of the operation, and

@@ -1,8 +1,8 @@
 """A whole operation that a `Trader` does, in few calls of Python: what `Exchange` does where nobody looks closer.
 
 Few rows cost the device so little that the host decides how long an operation takes. Claim, descriptor, flight, credits
-and the host's word are those of `DeviceExchange`, in the same order; whatever is out of the ordinary (a trace, a meter,
-a test's hook, a held slot, flags that are due, another stream that still reads the slot) is left to it.
+and the host's word are those of `DeviceExchange`, in the same order; whatever is out of the ordinary
+(`tpoverlap.comm.quick_operation`) is left to it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpoverlap.comm.device_signals import DeviceSignals
-from tpoverlap.comm.device_streams import CallerDeviceStream, MarkEvent
-from tpoverlap.comm.exchange import REFRESH_EVERY
-from tpoverlap.comm.in_flight import Flight
 from tpoverlap.comm.outline import Outline
+from tpoverlap.comm.quick_operation import Claimed, QuickOperation
 from tpoverlap.comm.trader import Trader
 from tpoverlap.errors import TpOverlapError
 
@@ -25,11 +23,9 @@ if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
 logger = logging.getLogger("tpoverlap")
-Claimed = tuple[CallerDeviceStream, int, Flight]
-"""The caller's stream, the epoch, and what the watchdog sees."""
 
 
-class QuickTrade:
+class QuickTrade(QuickOperation):
     """Operations of one outline, one after the other. `gather` and `add` repeat a frame that would cost two calls.
 
     Args:
@@ -40,8 +36,8 @@ class QuickTrade:
     """
 
     def __init__(self, channel: Channel, signals: DeviceSignals, outline: Outline, trader: Trader, width: int) -> None:
-        self._channel, self._signals, self._outline, self._trader = channel, signals, outline, trader
-        region = self._region = channel.regions[outline.region]
+        super().__init__(channel, signals, outline)
+        self._trader, region = trader, self.region
         self._slots = [signals.slot_addresses(region, slot) for slot in range(region.depth)]
         self._whole = (outline.partition.total, width)
 
@@ -60,7 +56,7 @@ class QuickTrade:
             return False
         caller, epoch, flight = claimed
         try:
-            region, trader, stream = self._region, self._trader, caller.handle
+            region, trader, stream = self.region, self._trader, caller.handle
             slot = self._slots[epoch % region.depth]
             trader.gather(self._outline, slot, epoch, flight.descriptor, stream, own)
             whole = region.view(slot.rank, epoch, 0, self._whole, self._outline.dtype)
@@ -94,7 +90,7 @@ class QuickTrade:
         try:
             if multiply is not None:
                 multiply(0, self._whole[0], summands)
-            region, stream = self._region, caller.handle
+            region, stream = self.region, caller.handle
             slot = self._slots[epoch % region.depth]
             end = self._signals.next_mark(stream)
             self._trader.add(self._outline, slot, epoch, flight.descriptor, stream, summands, bias, out, end)
@@ -107,39 +103,10 @@ class QuickTrade:
             self._channel.leave()
         return True
 
-    def _claim(self) -> Claimed | None:
-        """Take a turn, a number and the next slot; None: something is out of the ordinary, and nothing was taken."""
-        channel, region = self._channel, self._region
-        if channel.trace is not None or channel.meter is not None:
-            return None
-        if channel.before_copy is not None or channel.before_gemm is not None:
-            return None
-        channel.enter()
-        try:
-            with channel.lock:
-                channel.check()
-                caller = channel.transport.caller_stream()
-                epoch = region.uses + 1
-                reader = region.last_reader.get(epoch % region.depth)
-                if (
-                    epoch % REFRESH_EVERY >= region.depth
-                    and not region.held
-                    and isinstance(caller, CallerDeviceStream)
-                    and caller.disturb is None
-                    and (reader is None or (isinstance(reader, MarkEvent) and reader.stream == caller.handle))
-                ):
-                    region.uses = epoch
-                    return caller, epoch, channel.next_flight(self._outline, region.index + 1, epoch)
-        except BaseException:
-            channel.leave()
-            raise
-        channel.leave()
-        return None
-
     def _failed(self, error: BaseException, claimed: Claimed) -> None:
         """Peers are told what this was, then that it failed; the host learns when the device has left it."""
         caller, epoch, flight = claimed
-        channel, signals, region = self._channel, self._signals, self._region
+        channel, signals, region = self._channel, self._signals, self.region
         try:
             signals.publish_all(caller, flight.descriptor)  # once more, if the kernel was launched
             caller.flush()

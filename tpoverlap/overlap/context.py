@@ -81,6 +81,8 @@ class OperationContext:
     _outlines: dict[tuple[bool, int | None, Order], Outline] = field(init=False, repr=False, default_factory=dict)
     _traders: dict[bool, Trader | None] = field(init=False, repr=False, default_factory=dict)
     _quick: dict[bool, QuickTrade | None] = field(init=False, repr=False, default_factory=dict)
+    plans: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    """What methods have worked out for it."""
 
     def __post_init__(self) -> None:
         self.own_rows = self.partition.rows(self.rank)
@@ -117,13 +119,11 @@ class OperationContext:
             max_piece_rows: chunks are cut into pieces of at most that many rows; None: they are not.
             order: see `tpoverlap.comm.Order`.
         """
-        outline = self._outlines.get((False, max_piece_rows, order))
-        return self._open(outline or self._new_outline(False, max_piece_rows, order))
+        return self._open(self.outline(max_piece_rows, scatter=False, order=order))
 
     def open_scatter(self, max_piece_rows: int | None = None, *, order: Order = "beside") -> Exchange:
         """Start a reduce-scatter on this operation's region. Arguments as for `open_gather`."""
-        outline = self._outlines.get((True, max_piece_rows, order))
-        return self._open(outline or self._new_outline(True, max_piece_rows, order))
+        return self._open(self.outline(max_piece_rows, scatter=True, order=order))
 
     def open_trade(self, *, scatter: bool) -> Exchange:
         """Start an operation with nothing beside its transfers, for `Exchange.trade` or `Exchange.trade_and_add`."""
@@ -161,6 +161,11 @@ class OperationContext:
         made = kernel_trader(channel, self.partition.counts, row_bytes, self.dtype if scatter else None)
         self._traders[scatter] = made
         return made
+
+    def outline(self, max_piece_rows: int | None, *, scatter: bool, order: Order) -> Outline:
+        """What an exchange of this operation is, kept."""
+        found = self._outlines.get((scatter, max_piece_rows, order))
+        return found or self._new_outline(scatter, max_piece_rows, order)
 
     def plainly(self, direction: str) -> Outline:
         """For `Channel.announced`: the operation through the group's own collective."""

@@ -20,6 +20,7 @@ import torch
 
 from tpoverlap.comm import Exchange, in_pieces
 from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.overlap import quick_ring
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.scatter import reduce_blocks
 from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
@@ -31,6 +32,8 @@ def all_gather(
     context: OperationContext, x_shard_t: torch.Tensor, gemm: RowGemm, read_gathered: ReadGathered | None
 ) -> None:
     """Own chunk first, then chunk by chunk as they arrive. See `tpoverlap.overlap.registry.gather_then_gemm`."""
+    if quick_ring.gather(context, x_shard_t, gemm, read_gathered):
+        return
     own, width, partition, config = context.own_rows, context.width, context.partition, context.config
     piece_rows = None
     if context.tells_pieces and not config.aggregate:
@@ -80,6 +83,8 @@ def _gemm_on_pairs(exchange: Exchange, whole: torch.Tensor, gemm: RowGemm) -> No
 
 def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
     """Peers' rows first, pushed as they finish; own rows last. See `registry.gemm_then_scatter`."""
+    if quick_ring.scatter(context, gemm, out):
+        return
     partition, own, width = context.partition, context.own_rows, context.width
     piece_rows = None
     if context.tells_pieces:

@@ -1,0 +1,63 @@
+"""The start of an operation on a device in few calls of Python, where nothing about it is out of the ordinary.
+
+Turn, number, slot and flight are those of `Channel.open`. A trace, a meter's sample, a test's hook, a held slot, flags
+that are due for a refresh, or another stream that still reads the slot are left to `DeviceExchange`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpoverlap.comm.device_signals import DeviceSignals
+from tpoverlap.comm.device_streams import CallerDeviceStream, MarkEvent
+from tpoverlap.comm.exchange import REFRESH_EVERY
+from tpoverlap.comm.in_flight import Flight
+from tpoverlap.comm.outline import Outline
+
+if TYPE_CHECKING:
+    from tpoverlap.comm.channel import Channel
+
+Claimed = tuple[CallerDeviceStream, int, Flight]
+"""The caller's stream, the epoch, and what the watchdog sees."""
+
+
+class QuickOperation:
+    """Operations of one outline, one after the other.
+
+    Args:
+        channel: on a device.
+        signals: the channel's.
+        outline: with a region.
+    """
+
+    def __init__(self, channel: Channel, signals: DeviceSignals, outline: Outline) -> None:
+        self._channel, self._signals, self._outline = channel, signals, outline
+        self.region = channel.regions[outline.region]
+
+    def _claim(self) -> Claimed | None:
+        """Take a turn, a number and the next slot; None: something is out of the ordinary, and nothing was taken."""
+        channel, region = self._channel, self.region
+        if channel.trace is not None or channel.before_copy is not None or channel.before_gemm is not None:
+            return None
+        channel.enter()
+        try:
+            with channel.lock:
+                channel.check()
+                caller = channel.transport.caller_stream()
+                epoch = region.uses + 1
+                reader = region.last_reader.get(epoch % region.depth)
+                if (
+                    epoch % REFRESH_EVERY >= region.depth
+                    and not region.held
+                    and isinstance(caller, CallerDeviceStream)
+                    and caller.disturb is None
+                    and (reader is None or (isinstance(reader, MarkEvent) and reader.stream == caller.handle))
+                    and (channel.meter is None or channel.meter.passes(self._outline.label))
+                ):
+                    region.uses = epoch
+                    return caller, epoch, channel.next_flight(self._outline, region.index + 1, epoch)
+        except BaseException:
+            channel.leave()
+            raise
+        channel.leave()
+        return None

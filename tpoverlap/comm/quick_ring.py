@@ -1,0 +1,377 @@
+"""Operations by copy engine beside a GEMM, in few calls of Python: `DeviceExchange` where nobody looks closer.
+
+The same words in the same order on the same streams, so ranks that differ in this understand each other. What
+`DeviceExchange` works out transfer by transfer lies in a `WordSheet`; what depends on T are addresses and sizes of
+copies. Whatever is out of the ordinary (`tpoverlap.comm.quick_operation`) is left to `DeviceExchange`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from tpoverlap.comm.descriptor import Descriptor
+from tpoverlap.comm.device_signals import DeviceSignals, SlotAddresses
+from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, MarkEvent
+from tpoverlap.comm.epochs import MASK
+from tpoverlap.comm.in_flight import Flight
+from tpoverlap.comm.outline import Outline
+from tpoverlap.comm.quick_operation import QuickOperation
+from tpoverlap.comm.schedule import Step, Transfer, in_pieces
+from tpoverlap.comm.word_sheet import WordSheet
+from tpoverlap.errors import TpOverlapError
+from tpoverlap.memory.driver import MemoryOperations
+from tpoverlap.memory.layout import MAX_PIECES
+
+if TYPE_CHECKING:
+    from tpoverlap.comm.channel import Channel
+
+logger = logging.getLogger("tpoverlap")
+_MOST_SHEETS = 256
+
+
+class Form(NamedTuple):
+    """What else the words of an operation depend on.
+
+    Attributes:
+        scatter: the direction.
+        behind: the caller's stream computes rows before each transfer; else they are there from the start.
+        own: own rows are copied into the local slot, too.
+        waits: for what the caller's stream waits at a time.
+    """
+
+    scatter: bool
+    behind: bool
+    own: bool
+    waits: Literal["step", "piece", "all"]
+
+
+class RingSheet(WordSheet):
+    """The words of one slot, for schedules with the same pieces.
+
+    Attributes:
+        start: batches of the caller's and the comm stream that begin the operation; None: the first transfer does.
+        sends: one a transfer, in order: the caller's before it (None: nothing), and the comm stream's.
+        sent: the comm stream's after the last transfer; None: there was none.
+        own_copied, own_wait: the comm stream's after the copy of own rows, and the caller's that waits for it.
+        waits: the caller's, one for each of `groups`.
+        end: the caller's last.
+    """
+
+    def __init__(self, signals: DeviceSignals, slot: SlotAddresses, form: Form, steps: tuple[Step, ...]) -> None:
+        super().__init__()
+        transfers = [transfer for step in steps for transfer in step.sends]
+        early = not transfers or (form.behind and not steps[0].sends)
+        marks = 0
+        start: tuple[int, int] | None = None
+        if early:
+            start = self._mark_caller(1), self._begin(signals, 1, ends=not transfers)
+            marks = 1
+        sends: list[tuple[int | None, int]] = []
+        for number, transfer in enumerate(transfers):
+            mark = None
+            if form.behind or number == 0:
+                marks += 1
+                mark = self._mark_caller(marks)
+            if number:
+                self._arrived(slot, transfers[number - 1])  # held back until now: one call of the driver less
+            if mark is not None:
+                self.count_caller(marks, wait=True)
+            if number == 0 and not early:
+                self._publish_all(signals)
+            self.wait_due(slot.credit_in[transfer.destination])
+            sends.append((mark, self.end_batch()))
+        sent = own_copied = own_wait = None
+        comm_count = 1
+        if transfers:
+            self._arrived(slot, transfers[-1])
+            self.count_comm(1)
+            sent = self.end_batch()
+            if form.own:
+                comm_count = 2
+                self.count_comm(2)
+                own_copied = self.end_batch()
+                self.count_comm(2, wait=True)
+                own_wait = self.end_batch()
+        waits, expected = [], set[int]()
+        for group in groups(steps, form):
+            for step in group:
+                for source in [step.peer, *(transfer.source for transfer in step.receives)]:
+                    if source not in expected:
+                        expected.add(source)
+                        self.expect(signals.descriptors_in[source])
+                for transfer in step.receives:
+                    self.wait_epoch(slot.arrival_in[transfer.source] + 4 * transfer.piece)
+            waits.append(self.end_batch())
+        self.count_comm(comm_count, wait=True)
+        for peer in signals.peers:
+            self.write_epoch(slot.credit_out[peer])
+        self.mark_done()
+        end = self.end_batch()
+        batches = self.close()
+        self.start = None if start is None else (batches[start[0]], batches[start[1]])
+        self.sends = [(None if mark is None else batches[mark], batches[batch]) for mark, batch in sends]
+        self.sent = None if sent is None else batches[sent]
+        self.own_copied = None if own_copied is None else batches[own_copied]
+        self.own_wait = None if own_wait is None else batches[own_wait]
+        self.waits = [batches[batch] for batch in waits]
+        self.end = batches[end]
+
+    def _mark_caller(self, count: int) -> int:
+        self.count_caller(count)
+        return self.end_batch()
+
+    def _begin(self, signals: DeviceSignals, count: int, *, ends: bool) -> int:
+        self.count_caller(count, wait=True)
+        self._publish_all(signals)
+        if ends:
+            self.count_comm(1)
+        return self.end_batch()
+
+    def _publish_all(self, signals: DeviceSignals) -> None:
+        for _, ring in signals.descriptors_out:
+            self.publish(ring)
+
+    def _arrived(self, slot: SlotAddresses, transfer: Transfer) -> None:
+        self.write_epoch(slot.arrival_out[transfer.destination] + 4 * transfer.piece)
+
+
+def groups(steps: tuple[Step, ...], form: Form) -> list[list[Step]]:
+    """Steps that the caller's stream waits for at a time. Only the last one of a group may receive rows, unless all do.
+
+    A group in which nothing is received can only be the last.
+    """
+    if form.waits == "all":
+        return [list(steps)]
+    if form.waits == "piece":
+        steps = tuple(piece for step in steps for piece in in_pieces(step))
+    found: list[list[Step]] = [[]]
+    for step in steps:
+        found[-1].append(step)
+        if step.receives:
+            found.append([])
+    return [group for group in found if group]
+
+
+class RingSheets:
+    """Sheets of one channel, made once each."""
+
+    def __init__(self) -> None:
+        self._sheets: dict[tuple[object, ...], RingSheet] = {}
+
+    def at(
+        self,
+        signals: DeviceSignals,
+        region: str,
+        slot: int,
+        addresses: SlotAddresses,
+        form: Form,
+        steps: tuple[Step, ...],
+    ) -> RingSheet:
+        """The sheet of a slot for schedules with pieces like those of ``steps``."""
+        key = (region, slot, form, *[(len(step.sends), len(step.receives)) for step in steps])
+        found = self._sheets.get(key)
+        if found is None:
+            if len(self._sheets) >= _MOST_SHEETS:
+                self._sheets.clear()  # who uses one has it in hand
+            found = self._sheets[key] = RingSheet(signals, addresses, form, steps)
+        return found
+
+
+class _Slot(NamedTuple):
+    """What one outline needs of one slot.
+
+    Attributes:
+        sheet: its words.
+        sends: (as in the sheet, as in the sheet, target's address, first byte in the source, bytes) a transfer.
+        own: (address, bytes) of own rows; None: they are not copied, or there are none.
+    """
+
+    sheet: RingSheet
+    sends: list[tuple[MemoryOperations | None, MemoryOperations, int, int, int]]
+    own: tuple[int, int] | None
+
+
+Turn = tuple[CallerDeviceStream, int, Flight, _Slot, MarkEvent]
+"""An operation that is open: the caller's stream, the epoch, what the watchdog sees, the slot, and its end."""
+
+
+class QuickRing(QuickOperation):
+    """Operations of one outline and form, one after the other. Whoever opens one ends it or fails it, then leaves.
+
+    Args:
+        channel, signals: on a device.
+        outline: of order "beside", or of order "behind" for a form that is.
+        form: see `Form`.
+        base_row: the activation's first row in what is sent.
+        own_first: first element of own rows in the local slot, for a form that copies them.
+        own_elements: how many they have.
+
+    Attributes:
+        rank, num_peers: this rank, and how many others there are.
+        dtype: of the rows that move.
+        submit: hands a batch to a stream with that handle.
+        fits: False: it takes more operations at a time than the driver takes, or a larger slot; use an `Exchange`.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        signals: DeviceSignals,
+        outline: Outline,
+        form: Form,
+        base_row: int = 0,
+        own_first: int = 0,
+        own_elements: int = 0,
+    ) -> None:
+        super().__init__(channel, signals, outline)
+        comm, driver = channel.comm_stream, channel.transport.driver
+        assert isinstance(comm, DeviceStream) and driver is not None, "a device"
+        self._comm, self._copy, self.submit = comm, driver.copy, driver.submit
+        self.form, self._base_row = form, base_row
+        self._own_first, self._own_elements = own_first, own_elements
+        self._sheets = channel.resource("ring sheets", RingSheets)
+        self._slots: list[_Slot | None] = [None] * self.region.depth
+        self.rank, self.num_peers = channel.rank, channel.tp_size - 1
+        self.dtype, self.steps = outline.dtype, outline.steps
+        self.fits = self._in_bounds() and self._slot(0).sheet.fits
+
+    def _in_bounds(self) -> bool:
+        itemsize, most = self.dtype.itemsize, self.region.slot_bytes
+        if self.form.own and (self._own_first + self._own_elements) * itemsize > most:
+            return False
+        for step in self.steps:
+            for transfer in step.sends:
+                if transfer.piece >= MAX_PIECES or (transfer.slot_element + transfer.num_elements) * itemsize > most:
+                    return False
+        return True
+
+    def _slot(self, number: int) -> _Slot:
+        """Made when it is first used."""
+        addresses, itemsize = self._signals.slot_addresses(self.region, number), self.dtype.itemsize
+        sheet = self._sheets.at(self._signals, self.region.name, number, addresses, self.form, self.steps)
+        transfers = [transfer for step in self.steps for transfer in step.sends]
+        sends = []
+        for (mark, batch), transfer in zip(sheet.sends, transfers, strict=True):
+            _, _, peer, _, start, stop, element, col_start, col_stop = transfer
+            row_bytes = (col_stop - col_start) * itemsize
+            target, first = addresses.data[peer] + element * itemsize, (start - self._base_row) * row_bytes
+            sends.append((mark, batch, target, first, (stop - start) * row_bytes))
+        own = None
+        if self.form.own and self._own_elements:
+            own = addresses.data[self.rank] + self._own_first * itemsize, self._own_elements * itemsize
+        made = self._slots[number] = _Slot(sheet, sends, own)
+        return made
+
+    def open(self) -> Turn | None:
+        """Claim the next use of the region. None: it is out of the ordinary, and nothing was claimed."""
+        comm = self._comm
+        if comm.disturb is not None:
+            return None
+        claimed = self._claim()
+        if claimed is None:
+            return None
+        caller, epoch, flight = claimed
+        try:
+            if comm.pending:  # an operation that is still open held it back
+                comm.flush()
+            signals, region, descriptor = self._signals, self.region, flight.descriptor
+            number = epoch % region.depth
+            slot = self._slots[number] or self._slot(number)
+            end = signals.next_mark(caller.handle)
+            slot.sheet.fill(
+                epoch & MASK,
+                (epoch - region.depth) & MASK,
+                signals.descriptor_place(descriptor.sequence),
+                descriptor.record,
+                descriptor.digest,
+                *signals.order_words(),
+                end.address,
+                end.value,
+            )
+        except BaseException as error:
+            self._fail(error, caller, epoch, flight)
+            self._channel.leave()
+            raise
+        return caller, epoch, flight, slot, end
+
+    def push(self, turn: Turn, source: torch.Tensor) -> None:
+        """Send everything, and copy own rows if the form says so; ``source`` is there from the start."""
+        slot, caller = turn[3], turn[0].handle
+        assert source.is_contiguous(), "a copy engine moves contiguous bytes"
+        submit, copy, comm, address = self.submit, self._copy, self._comm.handle, source.data_ptr()
+        sheet = slot.sheet
+        if sheet.start is not None:
+            self.start(turn)
+        for mark, batch, target, first, size_bytes in slot.sends:
+            if mark is not None:
+                submit(caller, mark)
+            submit(comm, batch)
+            copy(comm, target, address + first, size_bytes)
+        if sheet.sent is not None:
+            submit(comm, sheet.sent)
+        if slot.own is not None and sheet.own_copied is not None:
+            target, size_bytes = slot.own
+            if target != address:  # else the caller wrote them there
+                copy(comm, target, address, size_bytes)
+            submit(comm, sheet.own_copied)
+
+    def start(self, turn: Turn) -> None:
+        """Of a sheet that has a start: before the first transfer."""
+        batches = turn[3].sheet.start
+        assert batches is not None, "asked before"
+        self.submit(turn[0].handle, batches[0])
+        self.submit(self._comm.handle, batches[1])
+
+    def send(self, turn: Turn, number: int, address: int) -> None:
+        """Transfer ``number`` of a form "behind": its rows are computed, in what begins at ``address``."""
+        slot, comm = turn[3], self._comm.handle
+        mark, batch, target, first, size_bytes = slot.sends[number]
+        if mark is not None:
+            self.submit(turn[0].handle, mark)
+        self.submit(comm, batch)
+        self._copy(comm, target, address + first, size_bytes)
+        if number == len(slot.sends) - 1 and slot.sheet.sent is not None:
+            self.submit(comm, slot.sheet.sent)
+
+    def end(self, turn: Turn) -> None:
+        """After the slot's last reader: join the comm stream, give the credits, tell the host."""
+        caller, epoch, flight, slot, end = turn
+        self.submit(caller.handle, slot.sheet.end)
+        self.region.last_reader[epoch % self.region.depth] = end
+        self._channel.in_flight.land(flight, end)
+
+    def leave(self) -> None:
+        """The turn is over."""
+        self._channel.leave()
+
+    def fail(self, error: BaseException, turn: Turn) -> None:
+        """Instead of `end`: peers are told what this was, then that it failed."""
+        self._fail(error, *turn[:3])
+
+    def _fail(self, error: BaseException, caller: CallerDeviceStream, epoch: int, flight: Flight) -> None:
+        channel, signals, comm, descriptor = self._channel, self._signals, self._comm, flight.descriptor
+        caller_word, comm_word, start = signals.order_words()
+        try:
+            self._publish(caller, caller_word, start + 1, descriptor)
+        finally:
+            channel.fail(error, descriptor)
+            try:
+                comm.write32(comm_word, start + 1)
+                comm.flush()
+                caller.wait32(comm_word, start + 1)
+                end = self.region.last_reader[epoch % self.region.depth] = signals.mark_done(caller)
+                caller.flush()
+                channel.in_flight.land(flight, end)
+            except TpOverlapError:
+                logger.exception("the driver refused the end of an operation that had failed")
+
+    def _publish(self, caller: DeviceStream, word: int, count: int, descriptor: Descriptor) -> None:
+        """In the caller's order; once more, if that had been done."""
+        caller.write32(word, count)
+        caller.flush()
+        self._comm.wait32(word, count)
+        self._signals.publish_all(self._comm, descriptor)
+        self._comm.flush()

@@ -1,0 +1,188 @@
+"""ring_exchange on a device in few calls of Python, where nobody looks closer: see `tpoverlap.comm.quick_ring`.
+
+What runs when is what `tpoverlap.overlap.ring_exchange` says. A function that returns False has done nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tpoverlap.comm.quick_ring import Form, QuickRing, groups
+from tpoverlap.comm.transport import DeviceTransport
+from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.scatter import in_rank_order, sum_blocks
+from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
+
+ReadGathered = Callable[[torch.Tensor], None]
+_Chunk = tuple[int, tuple[int, int], int]
+"""First element in the slot, shape, first row."""
+
+
+class RingGather:
+    """The all-gathers of one context.
+
+    Attributes:
+        ring: what moves the rows.
+        chunks: what is multiplied after each wait; None: nothing.
+        by_piece: the same with a GEMM a piece; None: chunks have one piece.
+    """
+
+    def __init__(self, context: OperationContext, ring: QuickRing, by_piece: RingGather | None) -> None:
+        width = context.width
+        self.ring, self.by_piece = ring, by_piece
+        self.own_start = context.own_rows.start
+        self.whole = (context.partition.total, width)
+        self.chunks: list[_Chunk | None] = []
+        for group in groups(ring.steps, ring.form):
+            received = group[-1].receives
+            if received:
+                start, stop = received[0].row_start, received[-1].row_stop
+                self.chunks.append((start * width, (stop - start, width), start))
+            else:
+                self.chunks.append(None)
+
+
+class RingScatter:
+    """The reduce-scatters of one context.
+
+    Attributes:
+        ring: what moves the rows.
+        rows: (first, row after the last) of each transfer.
+        by_piece: the same where own rows are added to each piece as it arrives; None: chunks have one piece.
+        pieces: of such, what arrives with each wait: (first element in the slot, first row, row after the last).
+    """
+
+    def __init__(self, ring: QuickRing, by_piece: RingScatter | None) -> None:
+        self.ring, self.by_piece = ring, by_piece
+        self.rows = [(transfer.row_start, transfer.row_stop) for step in ring.steps for transfer in step.sends]
+        self.pieces = [
+            [(transfer.slot_element, transfer.row_start, transfer.row_stop) for transfer in group[-1].receives]
+            for group in groups(ring.steps, ring.form)
+        ]
+
+
+def gather(
+    context: OperationContext, x_shard_t: torch.Tensor, gemm: RowGemm, read_gathered: ReadGathered | None
+) -> bool:
+    """See `ring_exchange.all_gather`."""
+    plans, key = context.plans, "ring gather" if read_gathered is None else "ring gather, read"
+    plan: RingGather | None = plans[key] if key in plans else _new_gather(context, key, own=read_gathered is not None)
+    if plan is None:
+        return False
+    if plan.by_piece is not None and multiplies_pieces(gemm.num_features):
+        plan = plan.by_piece
+    ring = plan.ring
+    turn = ring.open()
+    if turn is None:
+        return False
+    try:
+        ring.push(turn, x_shard_t)
+        gemm.rows(x_shard_t, plan.own_start)
+        stream, epoch, sheet = turn[0].handle, turn[1], turn[3].sheet
+        submit, region = ring.submit, ring.region
+        for batch, chunk in zip(sheet.waits, plan.chunks, strict=True):
+            submit(stream, batch)
+            if chunk is not None:
+                first, shape, start = chunk
+                gemm.rows(region.view(ring.rank, epoch, first, shape, ring.dtype), start)
+        if read_gathered is not None:
+            if sheet.own_wait is not None:
+                submit(stream, sheet.own_wait)
+            read_gathered(region.view(ring.rank, epoch, 0, plan.whole, ring.dtype))
+        ring.end(turn)
+    except BaseException as error:
+        ring.fail(error, turn)
+        raise
+    finally:
+        ring.leave()
+    return True
+
+
+def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> bool:
+    """See `ring_exchange.reduce_scatter`."""
+    plans = context.plans
+    plan: RingScatter | None = plans["ring scatter"] if "ring scatter" in plans else _new_scatter(context)
+    if plan is None:
+        return False
+    if plan.by_piece is not None and gemm.is_plain:
+        plan = plan.by_piece
+    ring = plan.ring
+    turn = ring.open()
+    if turn is None:
+        return False
+    try:
+        summand = gemm.empty(context.partition.total, context.width)
+        assert summand.is_contiguous(), "a copy engine moves contiguous bytes"
+        stream, epoch, slot = turn[0].handle, turn[1], turn[3]
+        submit, address = ring.submit, summand.data_ptr()
+        if slot.sheet.start is not None:
+            ring.start(turn)
+        for number, (start, stop) in enumerate(plan.rows):
+            gemm.rows(start, stop, summand.narrow(0, start, stop - start))
+            ring.send(turn, number, address)
+        own, waits = context.own_rows, slot.sheet.waits
+        if ring.form.waits == "piece":
+            for batch, pieces in zip(waits, plan.pieces, strict=True):
+                submit(stream, batch)
+                for first, start, stop in pieces:
+                    received = ring.region.view(ring.rank, epoch, first, (stop - start, out.shape[1]), ring.dtype)
+                    gemm.rows_added(start, stop, received, out.narrow(0, start - own.start, stop - start))
+        else:
+            own_partial = summand[own]
+            gemm.rows(own.start, own.stop, own_partial, owned=True)
+            submit(stream, waits[0])
+            count, width = own_partial.shape
+            if count:
+                received = ring.region.view(ring.rank, epoch, 0, (ring.num_peers, count, width), ring.dtype)
+                blocks = in_rank_order(received, own_partial, ring.rank)
+                sum_blocks(blocks, out, context.packed_format)
+        ring.end(turn)
+    except BaseException as error:
+        ring.fail(error, turn)
+        raise
+    finally:
+        ring.leave()
+    return True
+
+
+def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather | None:
+    piece_rows = gather_piece_rows(context.partition, context.width, context.dtype.itemsize)
+    ring = None if context.config.aggregate else _new_ring(context, piece_rows, Form(False, False, own, "step"))
+    plan = None
+    if ring is not None:
+        by_piece = None
+        if piece_rows is not None:
+            cut = _new_ring(context, piece_rows, ring.form._replace(waits="piece"))
+            by_piece = None if cut is None else RingGather(context, cut, None)
+        plan = RingGather(context, ring, by_piece)
+    context.plans[key] = plan
+    return plan
+
+
+def _new_scatter(context: OperationContext) -> RingScatter | None:
+    piece_rows = scatter_piece_rows(context.partition, context.width, context.dtype.itemsize)
+    ring, plan = _new_ring(context, piece_rows, Form(True, True, False, "all")), None
+    if ring is not None:
+        by_piece = None
+        if piece_rows is not None:
+            cut = _new_ring(context, piece_rows, ring.form._replace(waits="piece"))
+            by_piece = None if cut is None else RingScatter(cut, None)
+        plan = RingScatter(ring, by_piece)
+    context.plans["ring scatter"] = plan
+    return plan
+
+
+def _new_ring(context: OperationContext, piece_rows: int | None, form: Form) -> QuickRing | None:
+    """None: the rows are moved by something else, or no batch takes them; an `Exchange` always can."""
+    channel = context.channel
+    if channel is None or not context.config.use_ce or not isinstance(channel.transport, DeviceTransport):
+        return None
+    outline = context.outline(piece_rows, scatter=form.scatter, order="behind" if form.behind else "beside")
+    own = context.own_rows
+    base_row = 0 if form.scatter else own.start
+    first, elements = own.start * context.width, (own.stop - own.start) * context.width
+    ring = QuickRing(channel, channel.transport.signals, outline, form, base_row, first, elements)
+    return ring if ring.fits else None
