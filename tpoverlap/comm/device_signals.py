@@ -140,10 +140,6 @@ class DeviceSignals(Signals):
             out[peer] = address
         return out, self.descriptors_in[0]
 
-    def descriptor_place(self, sequence: int) -> int:
-        """Bytes from the start of a ring to the descriptor of operation number ``sequence``."""
-        return sequence % self._descriptor_ring * self._descriptor_step
-
     # -- on a stream ---------------------------------------------------------------------------------------------
 
     def publish_all(self, stream: DeviceStream, descriptor: Descriptor) -> None:

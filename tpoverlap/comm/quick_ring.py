@@ -23,7 +23,7 @@ from tpoverlap.comm.schedule import Step, Transfer, in_pieces
 from tpoverlap.comm.word_sheet import WordSheet
 from tpoverlap.errors import TpOverlapError
 from tpoverlap.memory.driver import MemoryOperations
-from tpoverlap.memory.layout import MAX_PIECES
+from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING, MAX_PIECES
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
@@ -148,8 +148,11 @@ def groups(steps: tuple[Step, ...], form: Form) -> list[list[Step]]:
     if form.waits == "piece":
         steps = tuple(piece for step in steps for piece in in_pieces(step))
     found: list[list[Step]] = [[]]
+    seen: set[int] = set()
     for step in steps:
-        found[-1].append(step)
+        if step.receives or step.peer not in seen:  # else it is a piece that only this rank sends
+            found[-1].append(step)
+            seen.add(step.peer)
         if step.receives:
             found.append([])
     return [group for group in found if group]
@@ -212,7 +215,7 @@ class QuickRing(QuickOperation):
     Attributes:
         rank, num_peers: this rank, and how many others there are.
         dtype: of the rows that move.
-        submit: hands a batch to a stream with that handle.
+        submit: hands a batch to a stream with that handle. leave: ends the turn.
         fits: False: it takes more operations at a time than the driver takes, or a larger slot; use an `Exchange`.
     """
 
@@ -229,7 +232,7 @@ class QuickRing(QuickOperation):
         super().__init__(channel, signals, outline)
         comm, driver = channel.comm_stream, channel.transport.driver
         assert isinstance(comm, DeviceStream) and driver is not None, "a device"
-        self._comm, self._copy, self.submit = comm, driver.copy, driver.submit
+        self._comm, self._copy, self.submit, self.leave = comm, driver.copy, driver.submit, channel.leave
         self.form, self._base_row = form, base_row
         self._own_first, self._own_elements = own_first, own_elements
         self._sheets = channel.resource("ring sheets", RingSheets)
@@ -284,7 +287,7 @@ class QuickRing(QuickOperation):
             slot.sheet.fill(
                 epoch & MASK,
                 (epoch - region.depth) & MASK,
-                signals.descriptor_place(descriptor.sequence),
+                descriptor.sequence % DESCRIPTOR_RING * DESCRIPTOR_BYTES,
                 descriptor.record,
                 descriptor.digest,
                 *signals.order_words(),
@@ -336,16 +339,20 @@ class QuickRing(QuickOperation):
         if number == len(slot.sends) - 1 and slot.sheet.sent is not None:
             self.submit(comm, slot.sheet.sent)
 
+    def wait_all(self, turn: Turn) -> None:
+        """The caller's stream goes on once everything is here, own rows among it if the form copies them."""
+        sheet, stream = turn[3].sheet, turn[0].handle
+        for batch in sheet.waits:
+            self.submit(stream, batch)
+        if sheet.own_wait is not None:
+            self.submit(stream, sheet.own_wait)
+
     def end(self, turn: Turn) -> None:
         """After the slot's last reader: join the comm stream, give the credits, tell the host."""
         caller, epoch, flight, slot, end = turn
         self.submit(caller.handle, slot.sheet.end)
         self.region.last_reader[epoch % self.region.depth] = end
         self._channel.in_flight.land(flight, end)
-
-    def leave(self) -> None:
-        """The turn is over."""
-        self._channel.leave()
 
     def fail(self, error: BaseException, turn: Turn) -> None:
         """Instead of `end`: peers are told what this was, then that it failed."""

@@ -6,11 +6,14 @@ By copy engine: rows are pushed while the GEMM has every multiprocessor to itsel
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
 
 import torch
 
 from tpoverlap.comm import Exchange
+from tpoverlap.overlap import quick_ring
 from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.quick_ring import QuickGather
 from tpoverlap.overlap.scatter import reduce_blocks
 
 Work = Callable[[], object]
@@ -27,10 +30,15 @@ class PendingGather:
         self._context = context
         self._x_shard_t = x_shard_t
         self._waited = False
+        self._quick: QuickGather | None = None  # does all of it, if it can
 
-    def __enter__(self) -> PendingGather:
-        at_once = self._context.method == "sequential"
+    def __enter__(self) -> PendingGather | QuickGather:
         context = self._context
+        at_once = context.method == "sequential"
+        if not at_once:
+            self._quick = quick_ring.open_gather(context, self._x_shard_t)
+            if self._quick is not None:
+                return self._quick
         exchange = self._exchange = context.open_trade(scatter=False) if at_once else context.open_gather()
         exchange.__enter__()
         try:
@@ -76,8 +84,13 @@ class PendingGather:
         whole = self.whole
         exchange.run(exchange.caller, lambda: read_gathered(whole), "read")
 
-    def __exit__(self, *exception: object) -> None:
-        self._exchange.__exit__(*exception)  # type: ignore[arg-type]  # the three of the context-manager protocol
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._quick is not None:
+            self._quick.close(error)
+            return
+        self._exchange.__exit__(kind, error, trace)
 
 
 def all_gather(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered) -> None:
@@ -89,6 +102,8 @@ def all_gather(context: OperationContext, x_shard_t: torch.Tensor, work: Work, r
 
 def reduce_scatter(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> None:
     """Reduce-scatter ``partial`` [T, H] beside ``work``. See `tpoverlap.overlap.registry.scatter_beside`."""
+    if quick_ring.scatter_beside(context, partial, work, out):
+        return
     with context.open_scatter() as exchange:
         for step in exchange.steps:
             exchange.send(step, partial, 0)

@@ -1,6 +1,6 @@
-"""ring_exchange on a device in few calls of Python, where nobody looks closer: see `tpoverlap.comm.quick_ring`.
+"""ring_exchange and bulk on a device in few calls of Python, where nobody looks closer (`tpoverlap.comm.quick_ring`).
 
-What runs when is what `tpoverlap.overlap.ring_exchange` says. A function that returns False has done nothing.
+What runs when is what `tpoverlap.overlap.ring_exchange` and `bulk` say. A function that returns False has done nothing.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 import torch
 
-from tpoverlap.comm.quick_ring import Form, QuickRing, groups
+from tpoverlap.comm import sum_in_rank_order
+from tpoverlap.comm.quick_ring import Form, QuickRing, Turn, groups
 from tpoverlap.comm.transport import DeviceTransport
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap.context import OperationContext
-from tpoverlap.overlap.scatter import in_rank_order, sum_blocks
+from tpoverlap.overlap.scatter import sum_blocks
 from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
 
+Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
 _Chunk = tuple[int, tuple[int, int], int]
 """First element in the slot, shape, first row."""
@@ -134,11 +136,7 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
             own_partial = summand[own]
             gemm.rows(own.start, own.stop, own_partial, owned=True)
             submit(stream, waits[0])
-            count, width = own_partial.shape
-            if count:
-                received = ring.region.view(ring.rank, epoch, 0, (ring.num_peers, count, width), ring.dtype)
-                blocks = in_rank_order(received, own_partial, ring.rank)
-                sum_blocks(blocks, out, context.packed_format)
+            _add_blocks(ring, epoch, own_partial, out, context.packed_format)
         ring.end(turn)
     except BaseException as error:
         ring.fail(error, turn)
@@ -146,6 +144,122 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
     finally:
         ring.leave()
     return True
+
+
+class QuickGather:
+    """A whole all-gather that is open, see `bulk.PendingGather`. Whoever opened it calls `close`."""
+
+    def __init__(self, ring: QuickRing, turn: Turn, whole: tuple[int, int]) -> None:
+        self._ring, self._turn, self._whole = ring, turn, whole
+        self._waited = False
+
+    def run_beside(self, work: Work) -> None:
+        """An independent GEMM, on the caller's stream."""
+        work()
+
+    def read(self, read_gathered: ReadGathered) -> None:
+        """Call ``read_gathered`` with the gathered [T, H]: a view of the slot, not valid after `close`."""
+        ring, turn = self._ring, self._turn
+        if not self._waited:
+            self._waited = True
+            ring.wait_all(turn)
+        read_gathered(ring.region.view(ring.rank, turn[1], 0, self._whole, ring.dtype))
+
+    def close(self, error: BaseException | None) -> None:
+        """The end of the operation; ``error``: it failed."""
+        ring = self._ring
+        try:
+            if error is not None:
+                ring.fail(error, self._turn)
+                return
+            try:
+                if not self._waited:
+                    ring.wait_all(self._turn)  # every peer's operation is compared
+                ring.end(self._turn)
+            except BaseException as failure:
+                ring.fail(failure, self._turn)
+                raise
+        finally:
+            ring.leave()
+
+
+def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> QuickGather | None:
+    """See `bulk.PendingGather`. None: nothing was done."""
+    ring = _bulk_ring(context, scatter=False)
+    turn = None if ring is None else ring.open()
+    if ring is None or turn is None:
+        return None
+    try:
+        ring.push(turn, x_shard_t)
+        return QuickGather(ring, turn, (context.partition.total, context.width))
+    except BaseException as error:
+        ring.fail(error, turn)
+        ring.leave()
+        raise
+
+
+def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered) -> bool:
+    """See `registry.gather_beside`."""
+    ring = _bulk_ring(context, scatter=False)
+    turn = None if ring is None else ring.open()
+    if ring is None or turn is None:
+        return False
+    try:
+        ring.push(turn, x_shard_t)
+        work()
+        ring.wait_all(turn)
+        whole = (context.partition.total, context.width)
+        read_gathered(ring.region.view(ring.rank, turn[1], 0, whole, ring.dtype))
+        ring.end(turn)
+    except BaseException as error:
+        ring.fail(error, turn)
+        raise
+    finally:
+        ring.leave()
+    return True
+
+
+def scatter_beside(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> bool:
+    """See `registry.scatter_beside`."""
+    ring = _bulk_ring(context, scatter=True)
+    turn = None if ring is None else ring.open()
+    if ring is None or turn is None:
+        return False
+    try:
+        ring.push(turn, partial)
+        work()
+        ring.wait_all(turn)
+        _add_blocks(ring, turn[1], partial[context.own_rows], out, None)
+        ring.end(turn)
+    except BaseException as error:
+        ring.fail(error, turn)
+        raise
+    finally:
+        ring.leave()
+    return True
+
+
+def _add_blocks(
+    ring: QuickRing, epoch: int, own_partial: torch.Tensor, out: torch.Tensor, packed_format: torch.dtype | None
+) -> None:
+    """`reduce_blocks`."""
+    count, width = own_partial.shape
+    if count == 0:
+        return
+    received = ring.region.view(ring.rank, epoch, 0, (ring.num_peers, count, width), ring.dtype).unbind(0)
+    blocks = [*received[: ring.rank], own_partial, *received[ring.rank :]]
+    if packed_format is None:
+        sum_in_rank_order(blocks, out)
+    else:
+        sum_blocks(blocks, out, packed_format)
+
+
+def _bulk_ring(context: OperationContext, *, scatter: bool) -> QuickRing | None:
+    plans, key = context.plans, "bulk scatter" if scatter else "bulk gather"
+    if key not in plans:
+        plans[key] = _new_ring(context, None, Form(scatter, False, not scatter, "all"))
+    found: QuickRing | None = plans[key]
+    return found
 
 
 def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather | None:

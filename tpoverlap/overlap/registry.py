@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 
 import torch
 
 from tpoverlap.gemm import PartialGemm, RowGemm
-from tpoverlap.overlap import bulk, fused, pipeline, ring_exchange, sequential
+from tpoverlap.overlap import bulk, fused, pipeline, quick_ring, ring_exchange, sequential
 from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.quick_ring import QuickGather
 
 Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
@@ -64,9 +65,10 @@ def gemm_then_scatter(context: OperationContext, gemm: PartialGemm, out: torch.T
 def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered) -> None:
     """All-gather of [T_r, H] beside ``work``, a GEMM that does not depend on it."""
     channel = context.channel
-    plainly = channel is not None and not channel.ranges and context.method == "sequential"
-    if plainly and sequential.gather_quickly(context, x_shard_t, work, read_gathered):
-        return
+    if channel is not None and not channel.ranges:
+        quickly = sequential.gather_quickly if context.method == "sequential" else quick_ring.gather_beside
+        if quickly(context, x_shard_t, work, read_gathered):
+            return
     with open_gather(context, x_shard_t) as gather:
         gather.run_beside(work)
         gather.read(read_gathered)
@@ -74,19 +76,33 @@ def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work
 
 def scatter_beside(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> None:
     """Reduce-scatter of ``partial`` [T, H] into ``out`` [T_r, H] beside ``work``."""
+    channel = context.channel
+    if channel is None or not channel.ranges:
+        _scatter_beside(context, partial, work, out)
+        return
     with context.nvtx_range("reduce-scatter"):
-        if context.method == "bulk":
-            bulk.reduce_scatter(context, partial, work, out)
-        else:
-            work()
-            sequential.scatter(context, partial, out)
+        _scatter_beside(context, partial, work, out)
+
+
+def _scatter_beside(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> None:
+    if context.method == "bulk":
+        bulk.reduce_scatter(context, partial, work, out)
+    else:
+        work()
+        sequential.scatter(context, partial, out)
 
 
 class _DoneGather:
-    """A gather that had finished before anything ran beside it."""
+    """A gather that has finished before anything runs beside it."""
 
-    def __init__(self, gathered: torch.Tensor) -> None:
-        self._gathered = gathered
+    def __init__(self, context: OperationContext, x_shard_t: torch.Tensor) -> None:
+        self._gathered = sequential.gather_plainly(context, x_shard_t)
+
+    def __enter__(self) -> _DoneGather:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def run_beside(self, work: Work) -> None:
         work()
@@ -95,12 +111,24 @@ class _DoneGather:
         read_gathered(self._gathered)
 
 
-@contextmanager
-def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> Iterator[bulk.PendingGather | _DoneGather]:
+Gather = bulk.PendingGather | QuickGather | _DoneGather
+
+
+def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> AbstractContextManager[Gather]:
     """An all-gather under way: run other operations inside the block, then ``read`` the gathered [T, H]."""
-    with context.nvtx_range("all-gather"):
-        if context.method == "sequential" and not context.uses_buffers:
-            yield _DoneGather(sequential.gather_plainly(context, x_shard_t))
-        else:
-            with bulk.PendingGather(context, x_shard_t) as pending:
-                yield pending
+    channel = context.channel
+    if channel is None or not channel.ranges:
+        return _gather(context, x_shard_t)
+    return _named_gather(context, x_shard_t)
+
+
+@contextmanager
+def _named_gather(context: OperationContext, x_shard_t: torch.Tensor) -> Iterator[Gather]:
+    with context.nvtx_range("all-gather"), _gather(context, x_shard_t) as gather:
+        yield gather
+
+
+def _gather(context: OperationContext, x_shard_t: torch.Tensor) -> AbstractContextManager[Gather]:
+    if context.method == "sequential" and not context.uses_buffers:
+        return _DoneGather(context, x_shard_t)
+    return bulk.PendingGather(context, x_shard_t)

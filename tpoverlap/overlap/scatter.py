@@ -24,15 +24,9 @@ def reduce_blocks(
     count, width = own_partial.shape
     if count == 0:
         return
-    received = exchange.view(0, (exchange.tp_size - 1, count, width))
-    blocks = in_rank_order(received, own_partial, exchange.rank)
+    received = exchange.view(0, (exchange.tp_size - 1, count, width)).unbind(0)
+    blocks = [*received[: exchange.rank], own_partial, *received[exchange.rank :]]
     exchange.run(exchange.caller, partial(sum_blocks, blocks, out, packed_format), "reduce")
-
-
-def in_rank_order(received: torch.Tensor, own_partial: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    """The R blocks [T_r, N] of ``received`` [R - 1, T_r, N] and of this ``rank``."""
-    peers = received.unbind(0)
-    return [*peers[:rank], own_partial, *peers[rank:]]
 
 
 def sum_blocks(blocks: Sequence[torch.Tensor], out: torch.Tensor, packed_format: torch.dtype | None) -> None:

@@ -86,7 +86,8 @@ def all_gather(
     if quick is not None and quick.gather(x_shard_t, gemm.rows, read_gathered):
         return
     if context.uses_buffers:
-        with bulk.PendingGather(context, x_shard_t) as gather:
+        gather = bulk.PendingGather(context, x_shard_t)
+        with gather:
             gather.run_beside(lambda: gemm.rows(gather.whole, 0))  # beside nothing any more
             if read_gathered is not None:
                 gather.read(read_gathered)
