@@ -23,10 +23,8 @@ from benchmarks.environment import environment
 from tpoverlap.comm.device_streams import DeviceStream
 from tpoverlap.gemm.triton.trade_launcher import TradeLauncher
 from tpoverlap.memory.cuda_driver import CudaDriver
-from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WRITE_32, MemoryOperations
 
 ROWS, INNER, FEATURES, CHAIN, DELAY_CYCLES = 1024, 8192, 1280, 40, 60_000_000
-_NO_BARRIER = 1
 _PROGRAMMATIC = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
@@ -52,9 +50,6 @@ class Boundary:
         """By name; each is called on `stream`."""
         at, own, comm = self.words.data_ptr(), self.own, self.comm
         event = torch.cuda.Event()
-        plain = MemoryOperations()
-        PACK.pack_into(plain.buffer, 0, WRITE_32, at, 1, _NO_BARRIER, 0)
-        PACK.pack_into(plain.buffer, OPERATION_BYTES, WRITE_32, at + 4, 1, _NO_BARRIER, 0)
 
         def writes(count: int, address: int = at) -> Callable[[], object]:
             def call() -> None:
@@ -69,13 +64,6 @@ class Boundary:
                 for _ in range(count):
                     own.wait32(at + 512, 0)
                 own.flush()
-
-            return call
-
-        def unordered(count: int) -> Callable[[], object]:
-            def call() -> None:
-                plain.count = count
-                self.driver.submit(own.handle, plain)
 
             return call
 
@@ -106,8 +94,6 @@ class Boundary:
             "1 write": writes(1),
             "3 writes": writes(3),
             "1 write to the host": writes(1, self.host.address),
-            "1 write, no barrier": unordered(1),
-            "2 writes, no barrier": unordered(2),
             "1 wait": waits(1),
             "5 waits": waits(5),
             "wait, write, write to the host": wait_and_end,
