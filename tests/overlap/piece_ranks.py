@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 import tpoverlap as tpo
 from tests.comm.operations import integers, require_equal
-from tpoverlap.pieces import ROWS_OF_TWO
+from tpoverlap import pieces
 from tpoverlap.testing import faults
 from tpoverlap.tokens import TokenPartition
 
 CAPACITY, WIDTH, OUT = 9000, 8, 6
-ROWS = ROWS_OF_TWO + 50
+ROWS = 1074
+
+
+@contextmanager
+def _cut_from(rows: int, narrow_operand_bytes: int = 0) -> Iterator[None]:
+    """Chunks of that many rows are cut in two though they are narrow, longer ones in four if so are their operands."""
+    with (
+        patch.object(pieces, "FULL_PIECE", rows * WIDTH // 2),
+        patch.object(pieces, "NARROW_OPERAND_BYTES", narrow_operand_bytes),
+    ):
+        yield
 
 
 def _manager(backend: Any, dtype: torch.dtype = torch.float32) -> tpo.UserBufferManager:
@@ -41,7 +53,7 @@ def compared(rank: int, size: int, backend: Any, delay: str) -> dict[str, set[in
     """All-gather and reduce-scatter against plain torch; how many pieces this rank sent."""
     seen: dict[str, set[int]] = {"gather": set(), "scatter": set()}
     counts = [[40, 41], [1024, 1024], [3000, 2049], [1023, 4000], [2048, 2500], [1, 0], [4500, 4500], [1100, 1030]]
-    with _manager(backend) as mgr:
+    with _cut_from(1024, 4 * OUT + 1), _manager(backend) as mgr:
         disturbed: Any = nullcontext()
         if delay == "transfers":
             disturbed = faults.delay_transfers(mgr, 0.005, only_source=1)
@@ -74,7 +86,7 @@ def rounding(rank: int, size: int) -> tuple[float, float]:
     x = [torch.randn(2 * ROWS, OUT, generator=generator).bfloat16() for _ in range(size)]
     w = [torch.randn(WIDTH, OUT, generator=generator).bfloat16() for _ in range(size)]
     exact = sum(a.double() @ b.double().t() for a, b in zip(x, w, strict=True))
-    with _manager("shared", torch.bfloat16) as mgr:
+    with _cut_from(ROWS), _manager("shared", torch.bfloat16) as mgr:
         partition = TokenPartition.even(2 * ROWS, 2)
         errors = []
         for name in ("proj", "fc2"):
@@ -89,10 +101,23 @@ def two_weights(rank: int, size: int) -> bool:
     x = integers(1, 2 * ROWS, WIDTH)
     weights = [[integers(10 * r + i, OUT, WIDTH) for i in range(2)] for r in range(size)]
     grads = [[integers(20 * r + i, 2 * ROWS, OUT) for i in range(2)] for r in range(size)]
-    with _manager("shared") as mgr:
+    with _cut_from(ROWS), _manager("shared") as mgr:
         shard = x[partition.rows(rank)].clone().requires_grad_()
         outs = tpo.all_gather_gemm(shard, weights[rank], mgr.layer("qkv"), partition=partition)
         torch.autograd.backward(outs, grads[rank])
         wanted = sum(g @ w for r in range(size) for g, w in zip(grads[r], weights[r], strict=True))
         require_equal(shard.grad, wanted[partition.rows(rank)], "dx")  # type: ignore[index]
     return True
+
+
+def cut_differently(rank: int, size: int) -> str:
+    """One rank's features are few enough for pieces, the other one's are not."""
+    partition, features = TokenPartition.even(4 * ROWS, 2), (OUT, 3 * OUT)[rank]
+    with _cut_from(ROWS, 4 * OUT + 1), _manager("shared") as mgr:
+        try:
+            tpo.gemm_reduce_scatter(
+                integers(1, 4 * ROWS, features), integers(2, WIDTH, features), mgr.layer("proj"), partition=partition
+            )
+        except tpo.TpOverlapError as error:
+            return type(error).__name__
+    return "no error"

@@ -1,6 +1,7 @@
 """GEMMs cut up by whoever schedules them: the task knows the operands, the method decides which part is next.
 
-On the GPU these are cuBLAS calls on the current stream, on the CPU oneDNN or MKL; in both cases through torch.
+On the GPU these are cuBLAS calls on the current stream, on the CPU oneDNN or MKL; through torch, but for sums with what
+a peer sent, which torch would copy first (`tpoverlap.gemm.cublaslt`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from tpoverlap.gemm.cublaslt import lt_products
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,9 +109,19 @@ class PartialGemm:
         return self.matrices[0].shape[1]
 
     @property
+    def operand_row_bytes(self) -> int:
+        """Of a row of all left operands together."""
+        return sum([left.shape[1] * left.element_size() for left in self.lefts])
+
+    @property
     def is_plain(self) -> bool:
         """One term and nothing to add but the bias."""
         return self.addend is None and len(self.lefts) == 1
+
+    @property
+    def can_add(self) -> bool:
+        """Whether `rows_added` is for this one."""
+        return self.is_plain
 
     @property
     def num_rows(self) -> int:
@@ -144,14 +157,17 @@ class PartialGemm:
 
     def rows_added(self, start: int, stop: int, received: torch.Tensor, out: torch.Tensor) -> None:
         """``out`` [stop - start, N] = rows [start, stop), with the bias, + ``received``, which another rank rounded
-        once. The own sum stays in float32 inside the GEMM and is rounded with the total. `is_plain` tasks only.
+        once. The own sum stays in float32 inside the GEMM and is rounded with the total. Only where `can_add`.
         """
-        left = self.lefts[0].narrow(0, start, stop - start)
+        left, matrix = self.lefts[0].narrow(0, start, stop - start), self.matrices[0]
+        products = lt_products(left.get_device()) if left.is_cuda else None
+        if products is not None and products.multiply(left, matrix, out, received, self.bias):
+            return
         if self.bias is None:
-            torch.addmm(received, left, self.matrices[0], out=out)
+            torch.addmm(received, left, matrix, out=out)
         else:
             torch.add(received, self.bias, out=out)
-            out.addmm_(left, self.matrices[0])
+            out.addmm_(left, matrix)
 
     def columns(self, start: int, stop: int, out: torch.Tensor, owned_rows: slice) -> None:
         """Columns [start, stop) of all rows into ``out`` [T, stop - start]; the bias goes to ``owned_rows``."""

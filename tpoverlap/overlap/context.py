@@ -176,7 +176,8 @@ class OperationContext:
             self.label("reduce-scatter" if scatter else "all-gather"),
             self.partition,
             self.dtype,
-            self.detail,
+            # Pieces of a scatter depend on the GEMM's inner size, which the rest says nothing about.
+            self.detail if max_piece_rows is None else hash((self.detail, max_piece_rows)),
             region=self.region,
             steps=self._scatter_steps(max_piece_rows) if scatter else self._gather_steps(max_piece_rows),
             order=order,

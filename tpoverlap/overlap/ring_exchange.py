@@ -88,7 +88,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
     partition, own, width = context.partition, context.own_rows, context.width
     piece_rows = None
     if context.tells_pieces:
-        piece_rows = scatter_piece_rows(partition, width, context.dtype.itemsize)
+        piece_rows = scatter_piece_rows(partition, width, context.dtype.itemsize, gemm.operand_row_bytes)
     with context.open_scatter(piece_rows, order="behind") as exchange:
         caller, steps = exchange.caller, exchange.steps
         summand = gemm.empty(partition.total, width)
@@ -99,7 +99,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
                     target = summand.narrow(0, start, stop - start)
                     exchange.run(caller, partial(gemm.rows, start, stop, target), "gemm", step.number)
                 exchange.send(step, summand, 0)
-        if piece_rows is not None and gemm.is_plain:
+        if piece_rows is not None and gemm.can_add:
             _add_own_pieces(exchange, gemm, out, own.start)
             return
         own_partial = summand[own]

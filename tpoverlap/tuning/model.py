@@ -274,12 +274,13 @@ def _ring_scatter_us(device: DeviceModel, problem: Problem, pieces: int) -> floa
         link = max(link, step * gemm) + push_us
         arrivals.append(link + device.copy.latency_us)
     free = (problem.tp_size - 1) * pieces * gemm
-    if pieces == 1 or problem.fp8:  # FP8 GEMMs cannot add to what is there: own rows as a whole, then a sum
+    if pieces == 1 or problem.is_packed:  # own rows as a whole, then a sum
         own = _part_us(device, problem, problem.rows_per_rank, problem.width, problem.features)
         own += pack_us(device, problem, problem.rows_per_rank, problem.width)
         return max(free + own, arrivals[-1]) + device.step_us + _add_us(device, problem)
+    read_us = problem.chunk_bytes / pieces / device.add.gb_s * 1e-3  # what arrived is read by the GEMM's end
     for arrived in arrivals:
-        free = max(free, arrived) + gemm + device.step_us
+        free = max(free, arrived) + gemm + read_us + device.step_us
     return free
 
 

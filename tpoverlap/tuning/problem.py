@@ -102,6 +102,9 @@ class Problem:
 def pieces_of(problem: Problem) -> int:
     """Pieces into which ring_exchange cuts a chunk; 1 where it travels whole."""
     partition = TokenPartition.balanced(problem.num_tokens, problem.tp_size)
-    rule = scatter_piece_rows if problem.kind == "scatter" else gather_piece_rows
-    rows = rule(partition, problem.width, problem.moved_bytes)
+    if problem.kind == "scatter":
+        operand_row_bytes = problem.features * problem.operand_bytes
+        rows = scatter_piece_rows(partition, problem.width, problem.moved_bytes, operand_row_bytes)
+    else:
+        rows = gather_piece_rows(partition, problem.width, problem.moved_bytes)
     return 1 if rows is None else -(-partition.max_count // rows)

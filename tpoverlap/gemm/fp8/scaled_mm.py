@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.errors import ActiveShapeError, ConfigError
+from tpoverlap.gemm.cublaslt import lt_products
 from tpoverlap.gemm.fp8.plain import ALIGNMENT
 from tpoverlap.gemm.triton import kernels_missing
 
@@ -38,9 +39,13 @@ def scaled_mm(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    addend: torch.Tensor | None = None,
     fast_accumulation: bool = False,
 ) -> None:
-    """``out[:] = (left * left_scale) @ (right * right_scale.T) + bias``, accumulated in float32, rounded once.
+    """``out[:] = (left * left_scale) @ (right * right_scale.T) + bias + addend``, accumulated in float32, rounded once.
+
+    On a GPU row-wise products, and those that only torch can do (see `tpoverlap.gemm.cublaslt`), are rounded before
+    ``addend`` is added.
 
     Args:
         left: float8 [M, K]; M may be anything.
@@ -49,18 +54,26 @@ def scaled_mm(
         left_scale, right_scale: float32, [1, 1] both, or [M, 1] and [N, 1].
         out: [M, N], contiguous rows; bfloat16, float16 or float32.
         bias: [N] in the dtype of ``out``.
+        addend: [M, N] in the dtype of ``out``, dense rows; may be ``out``.
         fast_accumulation: let tensor cores add in less than float32, where the table above leaves a choice.
     """
     if left.shape[0] == 0:
         return
     if left.device.type != "cuda":
-        _reference(left, right, left_scale, right_scale, out, bias)
+        _reference(left, right, left_scale, right_scale, out, bias, addend)
         return
     rowwise = left_scale.numel() != 1 or right_scale.numel() != 1
+    fast = accumulates_fast(out.dtype, is_rowwise=rowwise, wanted=fast_accumulation)
+    if not rowwise and (bias is None or out.dtype != torch.float32):
+        products = lt_products(left.get_device())
+        scales = left_scale, right_scale
+        if products is not None and products.multiply(left, right, out, addend, bias, scales, fast=fast):
+            return
     if rowwise:  # both kinds alike
         left_scale = _vector(left_scale, left.shape[0])
         right_scale = _vector(right_scale, right.shape[1]).t()
     fused_bias = None if rowwise or out.dtype == torch.float32 else bias  # neither has a bias epilogue
+    product = torch.empty_like(out) if addend is out else out
     torch._scaled_mm(
         left,
         right,
@@ -68,11 +81,13 @@ def scaled_mm(
         scale_b=right_scale,
         bias=fused_bias,
         out_dtype=out.dtype,
-        use_fast_accum=accumulates_fast(out.dtype, is_rowwise=rowwise, wanted=fast_accumulation),
-        out=out,
+        use_fast_accum=fast,
+        out=product,
     )
     if bias is not None and fused_bias is None:
-        out.add_(bias)
+        product.add_(bias)
+    if addend is not None:
+        torch.add(addend, product, out=out)
 
 
 def accumulates_fast(dtype: torch.dtype, *, is_rowwise: bool, wanted: bool) -> bool:
@@ -93,10 +108,12 @@ def _reference(
     right_scale: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
+    addend: torch.Tensor | None,
 ) -> None:
     product = torch.mm(left.float(), right.float()).mul_(left_scale * right_scale.t())
-    if bias is not None:
-        product.add_(bias)
+    for summand in (bias, addend):
+        if summand is not None:
+            product.add_(summand)
     out.copy_(product)
 
 

@@ -96,8 +96,16 @@ class ScaledPartialGemm(PartialGemm):
 
     @property
     def is_plain(self) -> bool:
-        """False: tensor cores cannot add to what is there."""
+        """False: its operands are not what `PartialGemm` multiplies."""
         return False
+
+    @property
+    def can_add(self) -> bool:
+        """One term and nothing to add but the bias; and scales a tensor each, for no kernel adds under others."""
+        if self.addend is not None or len(self.terms) != 1:
+            return False
+        left, weight = self.terms[0]
+        return left.scale.shape[0] == weight.scale.shape[0] == 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,13 +122,18 @@ class ScaledPartialGemm(PartialGemm):
         addend = None if self.addend is None else self.addend[rows]
         return ScaledPartialGemm(terms=terms, addend=addend, bias=self.bias, fast_accumulation=self.fast_accumulation)
 
+    def rows_added(self, start: int, stop: int, received: torch.Tensor, out: torch.Tensor) -> None:
+        """As `PartialGemm.rows_added`."""
+        left, weight = self.terms[0]
+        data = left.data.narrow(0, start, stop - start)
+        scales, fast = (left.scale, weight.scale), self.fast_accumulation
+        scaled_mm(data, self.matrices[0], *scales, out, self.bias, addend=received, fast_accumulation=fast)
+
     def _compute(self, rows: slice, columns: slice, out: torch.Tensor, owned: bool) -> None:
         if out.shape[0] == 0:
             return
         bias = self.bias[columns] if owned and self.bias is not None else None
         for number, (left, weight) in enumerate(self.terms):
-            # tensor cores have no "+=": a further term is computed beside the sum and added
-            target = out if number == 0 else torch.empty_like(out)
             matrix = self.matrices[number]
             whole = columns.start == 0 and columns.stop == matrix.shape[1]  # a view costs the host a microsecond or two
             scaled_mm(
@@ -128,12 +141,11 @@ class ScaledPartialGemm(PartialGemm):
                 matrix if whole else matrix[:, columns],
                 left.scale if left.scale.shape[0] == 1 else left.scale[rows],
                 weight.scale if weight.scale.shape[0] == 1 else weight.scale[columns],
-                target,
+                out,
                 bias if number == 0 else None,
+                addend=out if number else None,
                 fast_accumulation=self.fast_accumulation,
             )
-            if number:
-                out.add_(target)
         if self.addend is not None:
             out.add_(self.addend[rows, columns])
 
@@ -159,6 +171,11 @@ class PackedPartialGemm(PartialGemm):
     @property
     def is_plain(self) -> bool:
         """False: packed rows cannot be added to."""
+        return False
+
+    @property
+    def can_add(self) -> bool:
+        """False, likewise."""
         return False
 
     @property

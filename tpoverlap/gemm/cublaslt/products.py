@@ -1,0 +1,289 @@
+"""Matrix products by cublasLt itself: less of the processor's time than through torch, and a sum with no copy first.
+
+``torch.addmm(addend, left, right, out=out)`` copies the addend into ``out`` and adds to that; the library can read it
+where it is. ``torch._scaled_mm`` cannot add at all, and asks the library for an algorithm in every call.
+
+A `Family` is what products have in common that differ only in addresses and in their number of rows: it keeps the
+library's descriptors, and an algorithm for each step of `_bucket` rows, so that a new T is no new search.
+
+cuBLAS thinks in columns: ``out = left @ right`` of rows is ``out' = right' @ left'`` of columns, so the right operand
+is its A, the left one its B, and the number of rows is the number of columns of B, C and D.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import lru_cache
+from threading import Lock
+from typing import Any, Final
+
+import torch
+
+from tpoverlap.errors import BackendUnavailableError, TpOverlapError
+from tpoverlap.gemm.cublaslt.library import (
+    A_SCALE_POINTER,
+    B_SCALE_POINTER,
+    BIAS_POINTER,
+    EPILOGUE,
+    FAST_ACCUMULATION,
+    TRANSPOSE_A,
+    WITH_BIAS,
+    WORKSPACE_BYTES,
+    CublasLt,
+    Library,
+    status_text,
+)
+
+logger = logging.getLogger("tpoverlap")
+ALIGNMENT_BYTES: Final = 16
+"""Of every operand's first element and of its rows: what the tensor memory accelerator asks for."""
+_WIDE: Final = (torch.bfloat16, torch.float16)
+_MOST_FAMILIES: Final = 256
+_MOST_STREAMS: Final = 8
+
+
+class Family:
+    """Products that differ in addresses and rows only."""
+
+    __slots__ = ("_a", "_algorithms", "_b", "_bias", "_c", "_d", "_library", "_product", "_rows", "_scales")
+
+    def __init__(
+        self,
+        library: Library,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        out: torch.Tensor,
+        addend: torch.Tensor | None,
+        *,
+        has_bias: bool,
+        fast: bool,
+    ) -> None:
+        (inner, features), rows = right.shape, left.shape[0]
+        self._library = library
+        self._product = library.new_product()
+        transposes = right.stride(0) == 1 and inner > 1
+        if transposes:
+            library.set_number(self._product, TRANSPOSE_A, 1, 4)
+            self._a = library.new_layout(right.dtype, inner, features, right.stride(1))
+        else:
+            self._a = library.new_layout(right.dtype, features, inner, right.stride(0))
+        if has_bias:
+            library.set_number(self._product, EPILOGUE, WITH_BIAS, 4)
+        if fast:
+            library.set_number(self._product, FAST_ACCUMULATION, 1, 1)
+        self._b = library.new_layout(left.dtype, inner, rows, left.stride(0))
+        self._d = library.new_layout(out.dtype, features, rows, out.stride(0))
+        in_place = addend is None or addend.data_ptr() == out.data_ptr()
+        self._c = (
+            self._d
+            if in_place or addend is None
+            else library.new_layout(addend.dtype, features, rows, addend.stride(0))
+        )
+        self._rows = rows
+        self._bias = 0
+        self._scales = (0, 0)
+        self._algorithms: dict[int, Any] = {}
+
+    def run(
+        self,
+        rows: int,
+        addresses: tuple[int, int, int, int],
+        factors: tuple[int, int],
+        workspace: int,
+        stream: int,
+        bias: int,
+        scales: tuple[int, int] | None,
+    ) -> bool:
+        """Launch; False: the library has nothing for this. Under the caller's lock.
+
+        Args:
+            rows: of the left operand.
+            addresses: right, left, addend, out.
+            factors: addresses of alpha and beta.
+            workspace: address of `WORKSPACE_BYTES`.
+            bias: address of the bias, if it has one.
+            scales: addresses of those of the right and of the left operand.
+        """
+        library = self._library
+        if bias != self._bias:
+            library.set_number(self._product, BIAS_POINTER, bias, 8)
+            self._bias = bias
+        if scales is not None and scales != self._scales:
+            library.set_number(self._product, A_SCALE_POINTER, scales[0], 8)
+            library.set_number(self._product, B_SCALE_POINTER, scales[1], 8)
+            self._scales = scales
+        bucket = _bucket(rows)
+        algorithms = self._algorithms
+        found = algorithms.get(bucket)
+        if found is None:
+            if bucket in algorithms:
+                return False
+            self._set_rows(bucket)
+            found = library.algorithm(self._product, self._a, self._b, self._c, self._d, ALIGNMENT_BYTES)
+            algorithms[bucket] = found if found is None else (kept := ctypes.create_string_buffer(found, len(found)))
+            if found is None:
+                return False
+            found = kept
+        if rows != self._rows:
+            self._set_rows(rows)
+        right, left, addend, out = addresses
+        alpha, beta = factors
+        status = library.multiply(
+            self._product, alpha, right, self._a, left, self._b, beta, addend, self._c, out, self._d,
+            ctypes.addressof(found), workspace, WORKSPACE_BYTES, stream,
+        )  # fmt: skip
+        if status:
+            raise TpOverlapError(
+                f"cublasLtMatmul failed with status {status_text(status)} for {rows} rows; this is a defect of "
+                "tpoverlap: please report it with your versions"
+            )
+        return True
+
+    def _set_rows(self, rows: int) -> None:
+        library = self._library
+        library.set_columns(self._b, rows)
+        library.set_columns(self._d, rows)
+        if self._c != self._d:
+            library.set_columns(self._c, rows)
+        self._rows = rows
+
+
+class LtProducts:
+    """Products of one device; autograd's threads may ask at the same time as others.
+
+    Args:
+        library: of the device.
+        index: the device's.
+    """
+
+    def __init__(self, library: Library, index: int) -> None:
+        self._library, self._index = library, index
+        self._families: dict[tuple[Any, ...], Family] = {}
+        self._workspaces: dict[int, tuple[torch.Tensor, int]] = {}
+        self._lock = Lock()
+        self._factors = (ctypes.c_float * 2)(1.0, 0.0)
+        one = ctypes.addressof(self._factors)
+        self._overwrite, self._add = (one, one + 4), (one, one)
+        self._current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+
+    def multiply(
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        out: torch.Tensor,
+        addend: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        fast: bool = False,
+    ) -> bool:
+        """``out[:] = (left @ right) * scales + addend + bias``, summed in float32, rounded once, on the current stream.
+
+        Args:
+            left: [M, K] of dense rows, M at least 1.
+            right: [K, N], rows or columns dense.
+            out: [M, N] of dense rows, no part of an operand. addend: like it, and may be it.
+            bias: [N], contiguous, in the dtype of ``out``.
+            scales: of FP8 operands, left and right: float32, one element each.
+            fast: FP8 tensor cores may keep sums in less than float32.
+
+        Returns:
+            False, and nothing has happened, where torch has to do it: another dtype or layout, something not aligned
+            to 16 bytes, or nothing the library has an algorithm for.
+        """
+        right_strides = right.stride()
+        key = (
+            left.dtype, right.dtype, out.dtype, right.shape, left.stride(), right_strides, out.stride(),
+            None if addend is None else addend is out or (addend.dtype, addend.stride()), bias is None, fast,
+        )  # fmt: skip
+        family = self._families.get(key)
+        addresses = (
+            right.data_ptr(), left.data_ptr(), out.data_ptr() if addend is None else addend.data_ptr(), out.data_ptr()
+        )  # fmt: skip
+        if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % ALIGNMENT_BYTES:
+            return False
+        if family is None:
+            if not _takes(left, right, out, addend, scales):
+                return False
+            family = self._new_family(key, left, right, out, addend, bias is not None, fast)
+        stream = self._current_stream(self._index)
+        with self._lock:
+            workspace = self._workspaces.get(stream) or self._new_workspace(stream, left.device)
+            return family.run(
+                left.shape[0],
+                addresses,
+                self._overwrite if addend is None else self._add,
+                workspace[1],
+                stream,
+                0 if bias is None else bias.data_ptr(),
+                None if scales is None else (scales[1].data_ptr(), scales[0].data_ptr()),
+            )
+
+    def _new_family(
+        self,
+        key: tuple[Any, ...],
+        left: torch.Tensor,
+        right: torch.Tensor,
+        out: torch.Tensor,
+        addend: torch.Tensor | None,
+        has_bias: bool,
+        fast: bool,
+    ) -> Family:
+        with self._lock:
+            if len(self._families) >= _MOST_FAMILIES:
+                self._families.clear()  # descriptors are a few hundred bytes each, and stay with the process
+            family = self._families[key] = Family(self._library, left, right, out, addend, has_bias=has_bias, fast=fast)
+        return family
+
+    def _new_workspace(self, stream: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        if len(self._workspaces) >= _MOST_STREAMS:
+            self._workspaces.clear()  # torch hands the memory to what comes later on the same streams only
+        memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        found = self._workspaces[stream] = (memory, memory.data_ptr())
+        return found
+
+
+def _takes(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out: torch.Tensor,
+    addend: torch.Tensor | None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
+) -> bool:
+    """What a whole family has in common."""
+    itemsize, inner = left.dtype.itemsize, right.shape[0]
+    if scales is None:
+        known = left.dtype in _WIDE and left.dtype == right.dtype == out.dtype
+        dense_right = 1 in right.stride()
+    else:
+        known = left.dtype.itemsize == right.dtype.itemsize == 1 and out.dtype in (*_WIDE, torch.float32)
+        dense_right = right.stride(0) == 1  # tensor cores read both along K
+    rows = (left, out) if addend is None else (left, out, addend)
+    if not known or not dense_right or inner < 2 or any(one.stride(1) != 1 for one in rows):
+        return False
+    leading = max(right.stride()) * itemsize
+    return (leading | left.stride(0) * itemsize | out.stride(0) * out.dtype.itemsize) % ALIGNMENT_BYTES == 0 and (
+        addend is None or (addend.dtype == out.dtype and addend.stride(0) * out.dtype.itemsize % ALIGNMENT_BYTES == 0)
+    )
+
+
+def _bucket(rows: int) -> int:
+    """The number of rows whose algorithm ``rows`` rows take: a step above them, of an eighth at most from 128 on."""
+    step = 8 if rows <= 64 else 16 if rows <= 128 else 64 if rows <= 512 else 128
+    return -(-rows // step) * step
+
+
+def _raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+@lru_cache(maxsize=16)
+def lt_products(index: int) -> LtProducts | None:
+    """Those of a CUDA device; None, said once in the log, where the library is not to be had."""
+    try:
+        with torch.cuda.device(index):
+            return LtProducts(CublasLt(), index)
+    except BackendUnavailableError as error:
+        logger.warning("cuda:%d: GEMMs go through torch, and copy what they add to: %s", index, error)
+        return None
