@@ -22,6 +22,9 @@ class NullDriver(SimulatedDriver):
     def copy(self, stream: int, target: int, source: int, size_bytes: int) -> None:
         self.calls["copy"] = self.calls.get("copy", 0) + 1
 
+    def follow(self, stream: int, leader: int) -> None:
+        self.calls["follow"] = self.calls.get("follow", 0) + 1
+
     def host_words(self, count: int) -> HostWords:
         words = torch.full((count,), _EVERYTHING_DONE, dtype=torch.int32)
         return HostWords(words.numpy().view("uint8").data.cast("I"), words.data_ptr(), words)

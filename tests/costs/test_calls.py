@@ -8,8 +8,8 @@ from tests.costs import call_ranks
 from tpoverlap.testing import RankPool
 
 DRIVER = {
-    "ring all-gather": {"submit": 5, "copy": 1},
-    "ring reduce-scatter": {"submit": 5, "copy": 1},
+    "ring all-gather": {"submit": 4, "follow": 3, "copy": 1},
+    "ring reduce-scatter": {"submit": 4, "follow": 3, "copy": 1},
     "sequential all-gather": {"submit": 3, "copy": 2},
     "sequential reduce-scatter": {"submit": 3, "copy": 1},
 }

@@ -96,6 +96,7 @@ class Channel:
         self.transport: Transport = make_transport(backend, arena, layout, self.fault, timeout_s)
         self.diagnosis.know("close")
         self.comm_stream: Stream = self.transport.new_stream("comm", high_priority=True)
+        self.word_stream: Stream = self.transport.new_word_stream(self.comm_stream)
         self.compute_streams: list[Stream] = []
         self.add_compute_streams(num_compute_streams)
         self._watchdog = Watchdog(self)
@@ -416,7 +417,7 @@ class Channel:
         self._watchdog.stop()
         if self.fault.error is not None:
             self.transport.cancel()
-        for stream in (self.comm_stream, *self.compute_streams):
+        for stream in {self.comm_stream, self.word_stream, *self.compute_streams}:
             stream.close()
         self.transport.close()
         if idle:

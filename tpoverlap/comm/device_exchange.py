@@ -1,19 +1,23 @@
 """`OneSidedExchange` on a device: the same flags in the same order, in few calls of the driver and of Python.
 
-At R = 2 an all-gather by ring is, with one line a call of the driver::
+The caller's stream is given GEMMs and events, no words: a word between two kernels keeps the second one waiting for as
+long as a small kernel takes. At R = 2 an all-gather by ring is, with one line a call of the driver; ``<-``: the stream
+follows another one (an event, two calls)::
 
-    caller's stream                                          comm stream
-    write "caller is here"
-                                                             wait for it | digest, record | wait credit
-                                                             copy
-                                                             write arrival | write "sent"
+    caller's stream           comm stream                          word stream
+                              <- caller
+                              digest, record | wait credit
+                              copy
+                              write arrival
     (GEMM of own rows)
-    wait record, digest | wait arrival
+                                                                   wait record, digest | wait arrival
+    <- words
     (GEMM of the peer's rows)
-    wait for "sent" | write credit | tell the host
+    <- comm
+                                                                   <- caller
+                                                                   write credit | tell the host
 
-"Caller is here", "rows are computed" and "sent" are words of this rank alone (`DeviceSignals.order_words`) instead of
-events: they travel in the same calls as the flags.
+What the word stream is given is what the caller's stream would be, in the same order.
 
 Where nothing runs beside the transfers (order "at_once") there is one stream, the caller's, and no such word::
 
@@ -59,29 +63,30 @@ class DeviceExchange(OneSidedExchange):
     signals: DeviceSignals
     caller: DeviceStream
     _comm: DeviceStream
+    _words: DeviceStream
 
     def start(self) -> None:
         signals, region, epoch = self.signals, self._region, self._epoch
         self._expected = set()
         self._slot = signals.slot_addresses(region, epoch % region.depth)
-        self._own_count = 0
+        self._own_copied = False
         self._unsent = 0
         for step in self.steps:
             self._unsent += len(step.sends)
         self._moved = self._silent = True
         previous = epoch - region.depth
-        if previous in region.held:
-            region.held.discard(previous)
-            self._collect_credits(previous)
         self._traded = False
         self._ended: MarkEvent | None = None
         self._at_once = self._order in ("at_once", "traded")
         if self._at_once:
-            self._comm = self.caller
+            self._comm = self._words = self.caller
             self._moved = False
         else:
-            self._caller_word, self._comm_word, self._caller_count = signals.order_words()
-            self._comm_count = self._comm_start = self._caller_count
+            self._words = device_stream(self._channel.word_stream)
+        if previous in region.held:
+            region.held.discard(previous)
+            self._words.follow(self.caller)
+            self._collect_credits(previous)
         if self._order in ("beside", "at_once"):
             self._publish()
 
@@ -94,21 +99,13 @@ class DeviceExchange(OneSidedExchange):
 
     def _caller_mark(self) -> None:
         """The comm stream goes on once the caller's stream has got here."""
-        count = self._caller_count = self._caller_count + 1
-        self.caller.write32(self._caller_word, count)
-        self.caller.flush()
-        self._comm.wait32(self._caller_word, count)
+        self._comm.follow(self.caller)
         self._moved = False
 
-    def _comm_mark(self) -> int:
-        count = self._comm_count = self._comm_count + 1
-        self._comm.write32(self._comm_word, count)
-        return count
-
     def _collect_credits(self, epoch: int) -> None:
-        caller, credit_out = self.caller, self._slot.credit_out  # `depth` uses ago the slot was the same
+        words, credit_out = self._words, self._slot.credit_out  # `depth` uses ago the slot was the same
         for peer in self.signals.peers:
-            caller.write32(credit_out[peer], epoch)
+            words.write32(credit_out[peer], epoch)
 
     # -- sends ---------------------------------------------------------------------------------------------------
 
@@ -126,8 +123,6 @@ class DeviceExchange(OneSidedExchange):
         if sends:
             self._push_all(sends, source, base_row, gate)
             self._unsent -= len(sends)
-            if not self._unsent and not self._at_once:
-                self._comm_mark()  # "sent" travels with the last arrival
 
     def _push_all(
         self, transfers: tuple[Transfer, ...], source: torch.Tensor, base_row: int, gate: Gate | None
@@ -175,8 +170,7 @@ class DeviceExchange(OneSidedExchange):
         require_fits(first_element * self.dtype.itemsize + size_bytes, self._region.slot_bytes, "own rows")
         self._wait_for_previous_reader()
         self._comm.copy_bytes(target, source.data_ptr(), size_bytes)
-        if not self._at_once:
-            self._own_count = self._comm_mark()
+        self._own_copied = not self._at_once
 
     def _wait_for_previous_reader(self) -> None:
         """Before own rows are written into the slot."""
@@ -277,12 +271,9 @@ class DeviceExchange(OneSidedExchange):
     # -- waits ---------------------------------------------------------------------------------------------------
 
     def wait_own(self, stream: Stream) -> None:
-        if self._own_count:
-            device = device_stream(stream)
-            self._comm.flush()
+        if self._own_copied:
             self._mark(stream, "wait", -1)
-            device.wait32(self._comm_word, self._own_count)
-            device.flush()
+            device_stream(stream).follow(self._comm)
             self._mark(stream, "arrived", -1)
 
     def wait(self, step: Step, stream: Stream) -> None:
@@ -291,12 +282,13 @@ class DeviceExchange(OneSidedExchange):
             self._publish()
         if self._comm.pending and not self._at_once:
             self._comm.flush()
-        expected, peer, marked = self._expected, step.peer, self._is_marked
+        expected, peer, marked, words = self._expected, step.peer, self._is_marked, self._words
         if peer >= 0 and not step.receives and peer not in expected:  # no row comes: only its operation is compared
             if marked:
                 self._mark(stream, "wait", step.number, peer)
-            self._expect_on(device, peer)
+            self._expect_on(words, peer)
             if marked:
+                device.follow(words)
                 self._mark(stream, "arrived", step.number, peer)
         arrival_in = self._slot.arrival_in
         for transfer in step.receives:
@@ -304,26 +296,27 @@ class DeviceExchange(OneSidedExchange):
             if marked:
                 self._mark(stream, "wait", transfer.step, source)
             if source not in expected:
-                self._expect_on(device, source)
-            device.wait32(arrival_in[source] + 4 * transfer.piece, self._epoch)
+                self._expect_on(words, source)
+            words.wait32(arrival_in[source] + 4 * transfer.piece, self._epoch)
             if marked:
+                device.follow(words)
                 self._mark(stream, "arrived", transfer.step, source)
-        if device.pending:
-            device.flush()
+        if words.pending:
+            device.follow(words)
 
     def wait_entered(self, stream: Stream) -> None:
         if self._silent:
             self._publish()
         self._comm.flush()
-        super().wait_entered(stream)
-        device_stream(stream).flush()
+        super().wait_entered(self._words)
+        device_stream(stream).follow(self._words)
 
     def wait_computed(self, stream: Stream) -> None:
         if self._silent:
             self._publish()
         self._comm.flush()
-        super().wait_computed(stream)
-        device_stream(stream).flush()
+        super().wait_computed(self._words)
+        device_stream(stream).follow(self._words)
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
@@ -352,8 +345,6 @@ class DeviceExchange(OneSidedExchange):
                 self._comm.flush()
                 self._caller_mark()  # a kernel there may still be sending the rows that the flags stand for
             self._refresh_flags()
-        if not at_once:
-            self._join_comm()
         marked = self._is_marked
         if marked:
             self._mark(caller, "wait", -1)
@@ -361,14 +352,14 @@ class DeviceExchange(OneSidedExchange):
         if len(expected) < len(peers):
             for peer in peers:
                 if peer not in expected:
-                    self._expect_on(caller, peer)
+                    self._expect_on(self._words, peer)
+            if not at_once:
+                caller.follow(self._words)
         if not at_once:
-            caller.wait32(self._comm_word, self._comm_count)
+            caller.follow(self._comm)
         if marked:
             self._mark(caller, "arrived", -1)
-        if self._epoch not in self._region.held:
-            self._collect_credits(self._epoch)
-        self._end()
+        self._end(gives_credits=self._epoch not in self._region.held)
 
     def _end_by_kernel(self) -> bool:
         """The end of what was traded, unless it takes more than a kernel does."""
@@ -383,22 +374,19 @@ class DeviceExchange(OneSidedExchange):
         self.finished = region.last_reader[epoch % region.depth] = end
         return True
 
-    def _join_comm(self) -> None:
-        """Have the comm stream say that it has done everything."""
-        refreshed = self._epoch % REFRESH_EVERY < self._region.depth
-        if refreshed or self._unsent or self._comm_count == self._comm_start:  # "sent" was not written, or too early
-            self._comm_mark()
-        if self._comm.pending:
-            self._comm.flush()
-
     def _expect_on(self, stream: DeviceStream, peer: int) -> None:
         self._expected.add(peer)
         self.signals.expect_on(stream, peer, self.descriptor)
 
-    def _end(self) -> None:
-        region = self._region
-        self.finished = region.last_reader[self._epoch % region.depth] = self.signals.mark_done(self.caller)
-        self.caller.flush()
+    def _end(self, *, gives_credits: bool) -> None:
+        """After the last reader of the slot, and after the last transfer."""
+        region, words = self._region, self._words
+        if words is not self.caller:
+            words.follow(self.caller)
+        if gives_credits:
+            self._collect_credits(self._epoch)
+        self.finished = region.last_reader[self._epoch % region.depth] = self.signals.mark_done(self.caller, words)
+        words.flush()
 
     def _fail(self, error: BaseException) -> None:
         try:
@@ -413,10 +401,8 @@ class DeviceExchange(OneSidedExchange):
         """After an error: join what was sent, so that the host learns when the device has no part in this any more."""
         try:
             if not self._at_once:
-                self._comm_mark()
-                self._comm.flush()
-                self.caller.wait32(self._comm_word, self._comm_count)
-            self._end()
+                self.caller.follow(self._comm)
+            self._end(gives_credits=False)
             self._channel.in_flight.land(self.flight, self.finished)
         except TpOverlapError:
             logger.exception("the driver refused the end of an operation that had failed")

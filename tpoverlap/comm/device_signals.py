@@ -24,8 +24,6 @@ from tpoverlap.memory.layout import ArenaLayout
 
 _POISON_DISTANCE = 1 << 30
 """How far ahead of any epoch a poisoned flag is: still 'later' by cyclic comparison, whatever the epoch."""
-_ORDER_WORDS: Final = 64
-_MARKS_AN_OPERATION: Final = 1 << 10
 _DONE_WORDS: Final = 4096
 """More than a host can be ahead of its device; a word that was used again still says that its earlier use is over."""
 
@@ -88,10 +86,6 @@ class DeviceSignals(Signals):
         ]
         self._descriptor_step = layout.descriptor_offset(0, 1)
         self._descriptor_ring = layout.descriptor_offset(1, 0) // self._descriptor_step
-        # Outside the arena, so that `release` neither advances nor rewrites them: they order this rank's own streams.
-        self._order_words = driver.device_words(2 * _ORDER_WORDS)
-        self._order_address = self._order_words.data_ptr()
-        self._operations = 0
         self._done_words = driver.host_words(_DONE_WORDS)
         self._done = 0
 
@@ -106,26 +100,17 @@ class DeviceSignals(Signals):
             found = self._slots[key] = SlotAddresses(region, slot)
         return found
 
-    # -- order between the streams of this rank ------------------------------------------------------------------
-
-    def order_words(self) -> tuple[int, int, int]:
-        """For one operation: the word that its caller's stream counts up, that of its comm stream, and their start.
-
-        An operation has words of its own, because operations on two callers' streams may overtake each other.
-        """
-        number = self._operations = self._operations + 1
-        address = self._order_address + 8 * (number % _ORDER_WORDS)
-        return address, address + 4, (number * _MARKS_AN_OPERATION) & MASK
+    # -- for this process ----------------------------------------------------------------------------------------
 
     def next_mark(self, stream: int) -> MarkEvent:
-        """The event of somebody who will write its word, in the order of the stream with that handle."""
+        """The event of somebody who will write its word, once the stream with that handle has got here."""
         number = self._done = self._done + 1
         return MarkEvent(self._done_words, number % _DONE_WORDS, number & MASK, stream)
 
-    def mark_done(self, stream: DeviceStream) -> MarkEvent:
-        """Collect: tell this process that ``stream`` has got here."""
+    def mark_done(self, stream: DeviceStream, writer: DeviceStream | None = None) -> MarkEvent:
+        """Collect: tell this process that ``stream`` has got here; ``writer``, which follows it, may do that."""
         event = self.next_mark(stream.handle)
-        stream.write32(event.address, event.value)
+        (writer or stream).write32(event.address, event.value)
         return event
 
     # -- for kernels ---------------------------------------------------------------------------------------------

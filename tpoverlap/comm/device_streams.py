@@ -78,6 +78,7 @@ class DeviceStream(Stream):
         self.driver = driver
         self.handle = handle
         self._submit = driver.submit
+        self._follow = driver.follow
         self.disturb: Callable[[], None] | None = None
         self._operations = MemoryOperations()
         self._buffer = self._operations.buffer
@@ -138,6 +139,17 @@ class DeviceStream(Stream):
             operations = self._operations
             operations.count = offset // OPERATION_BYTES
             self._submit(self.handle, operations)
+
+    def follow(self, leader: DeviceStream) -> None:
+        """What this stream is given from here on starts after what ``leader`` was given so far.
+
+        On the device that costs next to nothing, where a word that one stream writes and the other one awaits keeps
+        each of them from its next kernel for as long as a small kernel takes.
+        """
+        leader.flush()
+        if self is not leader:
+            self.flush()
+            self._follow(self.handle, leader.handle)
 
     # -- `Stream` ------------------------------------------------------------------------------------------------
 

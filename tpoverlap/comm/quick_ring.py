@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.device_signals import DeviceSignals, SlotAddresses
 from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, MarkEvent
 from tpoverlap.comm.epochs import MASK
@@ -52,49 +51,38 @@ class RingSheet(WordSheet):
     """The words of one slot, for schedules with the same pieces.
 
     Attributes:
-        start: batches of the caller's and the comm stream that begin the operation; None: the first transfer does.
-        sends: one a transfer, in order: the caller's before it (None: nothing), and the comm stream's.
+        start: the comm stream's first batch, where no transfer is the first to follow the caller's stream; else None.
+        sends: one a transfer, in order: the comm stream's batch before it follows the caller's stream again (None: it
+            need not, or has nothing to do before), whether it does so, and its batch before the copy.
         sent: the comm stream's after the last transfer; None: there was none.
-        own_copied, own_wait: the comm stream's after the copy of own rows, and the caller's that waits for it.
-        waits: the caller's, one for each of `groups`.
-        end: the caller's last.
+        waits: one for each of `groups`.
+        comm_waits: the comm stream awaits them: there is one group, and nothing is sent after it.
+        end: the word stream's, behind the caller's last kernel.
     """
 
     def __init__(self, signals: DeviceSignals, slot: SlotAddresses, form: Form, steps: tuple[Step, ...]) -> None:
         super().__init__()
         transfers = [transfer for step in steps for transfer in step.sends]
         early = not transfers or (form.behind and not steps[0].sends)
-        marks = 0
-        start: tuple[int, int] | None = None
+        start: int | None = None
         if early:
-            start = self._mark_caller(1), self._begin(signals, 1, ends=not transfers)
-            marks = 1
-        sends: list[tuple[int | None, int]] = []
+            self._publish_all(signals)
+            start = self.end_batch()
+        sends: list[tuple[int | None, bool, int]] = []
         for number, transfer in enumerate(transfers):
-            mark = None
-            if form.behind or number == 0:
-                marks += 1
-                mark = self._mark_caller(marks)
+            follows, before = form.behind or (number == 0 and not early), None
             if number:
-                self._arrived(slot, transfers[number - 1])  # held back until now: one call of the driver less
-            if mark is not None:
-                self.count_caller(marks, wait=True)
+                self._arrived(slot, transfers[number - 1])
+                if follows:
+                    before = self.end_batch()
             if number == 0 and not early:
                 self._publish_all(signals)
             self.wait_due(slot.credit_in[transfer.destination])
-            sends.append((mark, self.end_batch()))
-        sent = own_copied = own_wait = None
-        comm_count = 1
+            sends.append((before, follows, self.end_batch()))
+        sent = None
         if transfers:
             self._arrived(slot, transfers[-1])
-            self.count_comm(1)
             sent = self.end_batch()
-            if form.own:
-                comm_count = 2
-                self.count_comm(2)
-                own_copied = self.end_batch()
-                self.count_comm(2, wait=True)
-                own_wait = self.end_batch()
         waits, expected = [], set[int]()
         for group in groups(steps, form):
             for step in group:
@@ -105,30 +93,19 @@ class RingSheet(WordSheet):
                 for transfer in step.receives:
                     self.wait_epoch(slot.arrival_in[transfer.source] + 4 * transfer.piece)
             waits.append(self.end_batch())
-        self.count_comm(comm_count, wait=True)
         for peer in signals.peers:
             self.write_epoch(slot.credit_out[peer])
         self.mark_done()
         end = self.end_batch()
         batches = self.close()
-        self.start = None if start is None else (batches[start[0]], batches[start[1]])
-        self.sends = [(None if mark is None else batches[mark], batches[batch]) for mark, batch in sends]
+        self.start = None if start is None else batches[start]
+        self.sends = [
+            (None if before is None else batches[before], follows, batches[batch]) for before, follows, batch in sends
+        ]
         self.sent = None if sent is None else batches[sent]
-        self.own_copied = None if own_copied is None else batches[own_copied]
-        self.own_wait = None if own_wait is None else batches[own_wait]
         self.waits = [batches[batch] for batch in waits]
+        self.comm_waits = len(waits) == 1
         self.end = batches[end]
-
-    def _mark_caller(self, count: int) -> int:
-        self.count_caller(count)
-        return self.end_batch()
-
-    def _begin(self, signals: DeviceSignals, count: int, *, ends: bool) -> int:
-        self.count_caller(count, wait=True)
-        self._publish_all(signals)
-        if ends:
-            self.count_comm(1)
-        return self.end_batch()
 
     def _publish_all(self, signals: DeviceSignals) -> None:
         for _, ring in signals.descriptors_out:
@@ -188,12 +165,12 @@ class _Slot(NamedTuple):
 
     Attributes:
         sheet: its words.
-        sends: (as in the sheet, as in the sheet, target's address, first byte in the source, bytes) a transfer.
+        sends: (as in the sheet, as there, as there, target's address, first byte in the source, bytes) a transfer.
         own: (address, bytes) of own rows; None: they are not copied, or there are none.
     """
 
     sheet: RingSheet
-    sends: list[tuple[MemoryOperations | None, MemoryOperations, int, int, int]]
+    sends: list[tuple[MemoryOperations | None, bool, MemoryOperations, int, int, int]]
     own: tuple[int, int] | None
 
 
@@ -215,7 +192,7 @@ class QuickRing(QuickOperation):
     Attributes:
         rank, num_peers: this rank, and how many others there are.
         dtype: of the rows that move.
-        submit: hands a batch to a stream with that handle. leave: ends the turn.
+        leave: ends the turn.
         fits: False: it takes more operations at a time than the driver takes, or a larger slot; use an `Exchange`.
     """
 
@@ -230,9 +207,10 @@ class QuickRing(QuickOperation):
         own_elements: int = 0,
     ) -> None:
         super().__init__(channel, signals, outline)
-        comm, driver = channel.comm_stream, channel.transport.driver
-        assert isinstance(comm, DeviceStream) and driver is not None, "a device"
-        self._comm, self._copy, self.submit, self.leave = comm, driver.copy, driver.submit, channel.leave
+        comm, words, driver = channel.comm_stream, channel.word_stream, channel.transport.driver
+        assert isinstance(comm, DeviceStream) and isinstance(words, DeviceStream) and driver is not None, "a device"
+        self._comm, self._words, self.leave = comm, words, channel.leave
+        self._copy, self._submit, self._follow = driver.copy, driver.submit, driver.follow
         self.form, self._base_row = form, base_row
         self._own_first, self._own_elements = own_first, own_elements
         self._sheets = channel.resource("ring sheets", RingSheets)
@@ -257,11 +235,11 @@ class QuickRing(QuickOperation):
         sheet = self._sheets.at(self._signals, self.region.name, number, addresses, self.form, self.steps)
         transfers = [transfer for step in self.steps for transfer in step.sends]
         sends = []
-        for (mark, batch), transfer in zip(sheet.sends, transfers, strict=True):
+        for (before, follows, batch), transfer in zip(sheet.sends, transfers, strict=True):
             _, _, peer, _, start, stop, element, col_start, col_stop = transfer
             row_bytes = (col_stop - col_start) * itemsize
             target, first = addresses.data[peer] + element * itemsize, (start - self._base_row) * row_bytes
-            sends.append((mark, batch, target, first, (stop - start) * row_bytes))
+            sends.append((before, follows, batch, target, first, (stop - start) * row_bytes))
         own = None
         if self.form.own and self._own_elements:
             own = addresses.data[self.rank] + self._own_first * itemsize, self._own_elements * itemsize
@@ -271,15 +249,14 @@ class QuickRing(QuickOperation):
     def open(self) -> Turn | None:
         """Claim the next use of the region. None: it is out of the ordinary, and nothing was claimed."""
         comm = self._comm
-        if comm.disturb is not None:
+        if comm.disturb is not None or self._words.disturb is not None:
             return None
         claimed = self._claim()
         if claimed is None:
             return None
         caller, epoch, flight = claimed
         try:
-            if comm.pending:  # an operation that is still open held it back
-                comm.flush()
+            comm.flush()  # an operation that is still open may have held something back
             signals, region, descriptor = self._signals, self.region, flight.descriptor
             number = epoch % region.depth
             slot = self._slots[number] or self._slot(number)
@@ -290,7 +267,6 @@ class QuickRing(QuickOperation):
                 descriptor.sequence % DESCRIPTOR_RING * DESCRIPTOR_BYTES,
                 descriptor.record,
                 descriptor.digest,
-                *signals.order_words(),
                 end.address,
                 end.value,
             )
@@ -304,53 +280,68 @@ class QuickRing(QuickOperation):
         """Send everything, and copy own rows if the form says so; ``source`` is there from the start."""
         slot, caller = turn[3], turn[0].handle
         assert source.is_contiguous(), "a copy engine moves contiguous bytes"
-        submit, copy, comm, address = self.submit, self._copy, self._comm.handle, source.data_ptr()
+        submit, copy, comm, address = self._submit, self._copy, self._comm.handle, source.data_ptr()
         sheet = slot.sheet
         if sheet.start is not None:
             self.start(turn)
-        for mark, batch, target, first, size_bytes in slot.sends:
-            if mark is not None:
-                submit(caller, mark)
+        for before, follows, batch, target, first, size_bytes in slot.sends:
+            if before is not None:
+                submit(comm, before)
+            if follows:
+                self._follow(comm, caller)
             submit(comm, batch)
             copy(comm, target, address + first, size_bytes)
         if sheet.sent is not None:
             submit(comm, sheet.sent)
-        if slot.own is not None and sheet.own_copied is not None:
-            target, size_bytes = slot.own
-            if target != address:  # else the caller wrote them there
-                copy(comm, target, address, size_bytes)
-            submit(comm, sheet.own_copied)
+        if slot.own is not None and slot.own[0] != address:  # else the caller wrote them there
+            copy(comm, slot.own[0], address, slot.own[1])
 
     def start(self, turn: Turn) -> None:
         """Of a sheet that has a start: before the first transfer."""
-        batches = turn[3].sheet.start
-        assert batches is not None, "asked before"
-        self.submit(turn[0].handle, batches[0])
-        self.submit(self._comm.handle, batches[1])
+        batch, comm = turn[3].sheet.start, self._comm.handle
+        assert batch is not None, "asked before"
+        self._follow(comm, turn[0].handle)
+        self._submit(comm, batch)
 
     def send(self, turn: Turn, number: int, address: int) -> None:
         """Transfer ``number`` of a form "behind": its rows are computed, in what begins at ``address``."""
         slot, comm = turn[3], self._comm.handle
-        mark, batch, target, first, size_bytes = slot.sends[number]
-        if mark is not None:
-            self.submit(turn[0].handle, mark)
-        self.submit(comm, batch)
+        before, _, batch, target, first, size_bytes = slot.sends[number]
+        if before is not None:
+            self._submit(comm, before)
+        self._follow(comm, turn[0].handle)
+        self._submit(comm, batch)
         self._copy(comm, target, address + first, size_bytes)
         if number == len(slot.sends) - 1 and slot.sheet.sent is not None:
-            self.submit(comm, slot.sheet.sent)
+            self._submit(comm, slot.sheet.sent)
+
+    def wait(self, turn: Turn, group: int) -> None:
+        """The caller's stream goes on once the steps of that group are here."""
+        sheet = turn[3].sheet
+        listener = (self._comm if sheet.comm_waits else self._words).handle
+        self._submit(listener, sheet.waits[group])
+        self._follow(turn[0].handle, listener)
+
+    def wait_own(self, turn: Turn) -> None:
+        """The caller's stream goes on once own rows are here, too, of a form that copies them."""
+        if not turn[3].sheet.comm_waits:
+            self._follow(turn[0].handle, self._comm.handle)
 
     def wait_all(self, turn: Turn) -> None:
         """The caller's stream goes on once everything is here, own rows among it if the form copies them."""
-        sheet, stream = turn[3].sheet, turn[0].handle
-        for batch in sheet.waits:
-            self.submit(stream, batch)
-        if sheet.own_wait is not None:
-            self.submit(stream, sheet.own_wait)
+        for group in range(len(turn[3].sheet.waits)):
+            self.wait(turn, group)
+        if self.form.own:
+            self.wait_own(turn)
 
     def end(self, turn: Turn) -> None:
         """After the slot's last reader: join the comm stream, give the credits, tell the host."""
         caller, epoch, flight, slot, end = turn
-        self.submit(caller.handle, slot.sheet.end)
+        sheet, words, stream = slot.sheet, self._words.handle, caller.handle
+        if not sheet.comm_waits:
+            self._follow(stream, self._comm.handle)
+        self._follow(words, stream)
+        self._submit(words, sheet.end)
         self.region.last_reader[epoch % self.region.depth] = end
         self._channel.in_flight.land(flight, end)
 
@@ -360,25 +351,17 @@ class QuickRing(QuickOperation):
 
     def _fail(self, error: BaseException, caller: CallerDeviceStream, epoch: int, flight: Flight) -> None:
         channel, signals, comm, descriptor = self._channel, self._signals, self._comm, flight.descriptor
-        caller_word, comm_word, start = signals.order_words()
         try:
-            self._publish(caller, caller_word, start + 1, descriptor)
+            comm.follow(caller)
+            signals.publish_all(comm, descriptor)  # once more, if that had been done
+            comm.flush()
         finally:
             channel.fail(error, descriptor)
             try:
-                comm.write32(comm_word, start + 1)
-                comm.flush()
-                caller.wait32(comm_word, start + 1)
-                end = self.region.last_reader[epoch % self.region.depth] = signals.mark_done(caller)
-                caller.flush()
+                caller.follow(comm)
+                self._words.follow(caller)
+                end = self.region.last_reader[epoch % self.region.depth] = signals.mark_done(caller, self._words)
+                self._words.flush()
                 channel.in_flight.land(flight, end)
             except TpOverlapError:
                 logger.exception("the driver refused the end of an operation that had failed")
-
-    def _publish(self, caller: DeviceStream, word: int, count: int, descriptor: Descriptor) -> None:
-        """In the caller's order; once more, if that had been done."""
-        caller.write32(word, count)
-        caller.flush()
-        self._comm.wait32(word, count)
-        self._signals.publish_all(self._comm, descriptor)
-        self._comm.flush()

@@ -73,6 +73,10 @@ class Transport(ABC):
         """An event after what ``caller`` was given so far; None where work is done when its call returns."""
         return None if self.driver is None else caller.record()
 
+    def new_word_stream(self, comm: Stream) -> Stream:
+        """Where the caller's stream has words read and written; ``comm``: nowhere, for it does that itself."""
+        return comm
+
     @abstractmethod
     def new_exchange(self, channel: Channel, claim: Claim) -> Exchange:
         """An exchange that has not started."""
@@ -183,6 +187,9 @@ class DeviceTransport(OneSidedTransport):
     def __init__(self, device: torch.device, fault: Fault, signals: DeviceSignals, driver: DeviceDriver) -> None:
         super().__init__(device, fault, signals, driver)
         self._simulated = driver.simulated
+
+    def new_word_stream(self, comm: Stream) -> Stream:
+        return self.new_stream("words", high_priority=True)
 
     def meet(self, descriptor: Descriptor, caller: Stream) -> None:
         stream = device_stream(caller)

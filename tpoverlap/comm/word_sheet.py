@@ -38,9 +38,6 @@ class WordSheet:
         self._records: list[int] = []
         self._digests: list[int] = []
         self._descriptors: list[tuple[int, int]] = []
-        self._caller_words: list[int] = []
-        self._comm_words: list[int] = []
-        self._counts: list[tuple[int, int]] = []
         self._mark = 0
 
     # -- once ----------------------------------------------------------------------------------------------------
@@ -70,19 +67,6 @@ class WordSheet:
             row = self._row(WAIT_64, 0, WAIT_EQ)
             self._descriptors.append((row + _ADDRESS, ring + at))
             values.append(row + _VALUE)
-
-    def count_caller(self, count: int, *, wait: bool = False) -> None:
-        """Collect: the operation's word for its caller's stream becomes ``count``, or: wait until it has."""
-        self._order(self._caller_words, count, wait)
-
-    def count_comm(self, count: int, *, wait: bool = False) -> None:
-        """Collect: the same with the word for the comm stream."""
-        self._order(self._comm_words, count, wait)
-
-    def _order(self, words: list[int], count: int, wait: bool) -> None:
-        row = self._row(WAIT_32, 0, WAIT_GEQ) if wait else self._row(WRITE_32, 0, WRITE_ORDERED)
-        words.append(row + _ADDRESS)
-        self._counts.append((row + _VALUE, count))
 
     def mark_done(self) -> None:
         """Collect: the host's word. Once a sheet."""
@@ -124,16 +108,12 @@ class WordSheet:
         descriptor_offset: int,
         record: int,
         digest: int,
-        caller_word: int,
-        comm_word: int,
-        start: int,
         mark_address: int,
         mark_value: int,
     ) -> None:
         """Write one use's numbers. ``epoch``, ``due``: mod 2**32. ``descriptor_offset``: in each rank's ring.
 
         Args:
-            caller_word, comm_word, start: from `DeviceSignals.order_words`; counts of the sheet count from ``start``.
             mark_address, mark_value: of the host's word.
         """
         words = self._words
@@ -147,11 +127,5 @@ class WordSheet:
             words[position] = record
         for position in self._digests:
             words[position] = digest
-        for position in self._caller_words:
-            words[position] = caller_word
-        for position in self._comm_words:
-            words[position] = comm_word
-        for position, count in self._counts:
-            words[position] = start + count
         words[self._mark + _ADDRESS] = mark_address
         words[self._mark + _VALUE] = mark_value

@@ -34,6 +34,8 @@ class CudaDriver(DeviceDriver):
         library = _library()
         self._batch = _function(library, ("cuStreamBatchMemOp_v2", "cuStreamBatchMemOp"), "pipi")
         self._copy = _function(library, ("cuMemcpyDtoDAsync_v2",), "uuup")
+        self._record_event = _function(library, ("cuEventRecord",), "pp")
+        self._wait_event = _function(library, ("cuStreamWaitEvent",), "ppi")
         self._get_context = _function(library, ("cuCtxGetCurrent",), "p")
         self._set_context = _function(library, ("cuCtxSetCurrent",), "p")
         self._error_name = _function(library, ("cuGetErrorName",), "ip")
@@ -45,6 +47,9 @@ class CudaDriver(DeviceDriver):
             context = ctypes.c_void_p()
             self._check(self._get_context(ctypes.addressof(context)), "cuCtxGetCurrent")
         self._context = context.value
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))  # torch makes it when it is recorded first
+        self._event_handle = int(self._event.cuda_event)
 
     def create_stream(self, label: str, *, high_priority: bool) -> int:
         # A transfer that is ready must not queue behind GEMMs, so comm streams get high priority.
@@ -88,6 +93,16 @@ class CudaDriver(DeviceDriver):
 
     def wait_event(self, stream: int, event: torch.cuda.Event) -> None:
         self._torch_stream(stream).wait_event(event)
+
+    def follow(self, stream: int, leader: int) -> None:
+        # One event for all: whoever waits for it waits for what was recorded before the call.
+        event = self._event_handle
+        status = self._record_event(event, leader)
+        if status:
+            self._again(status, "recording an event", self._record_event, event, leader)
+        status = self._wait_event(stream, event, 0)
+        if status:
+            self._again(status, "waiting for an event", self._wait_event, stream, event, 0)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -83,6 +83,10 @@ class DeviceDriver(ABC):
     def wait_event(self, stream: int, event: Any) -> None:
         """What ``stream`` is given from here on starts after ``event``."""
 
+    def follow(self, stream: int, leader: int) -> None:
+        """What ``stream`` is given from here on starts after what ``leader`` was given so far. Callers take turns."""
+        self.wait_event(stream, self.record(leader))
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device is idle."""

@@ -81,7 +81,7 @@ class OperationContext:
     _outlines: dict[tuple[bool, int | None, Order], Outline] = field(init=False, repr=False, default_factory=dict)
     _traders: dict[bool, Trader | None] = field(init=False, repr=False, default_factory=dict)
     _quick: dict[bool, QuickTrade | None] = field(init=False, repr=False, default_factory=dict)
-    plans: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    plans: dict[str | int, Any] = field(init=False, repr=False, default_factory=dict)
     """What methods have worked out for it."""
 
     def __post_init__(self) -> None:

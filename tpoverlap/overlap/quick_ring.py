@@ -83,16 +83,14 @@ def gather(
     try:
         ring.push(turn, x_shard_t)
         gemm.rows(x_shard_t, plan.own_start)
-        stream, epoch, sheet = turn[0].handle, turn[1], turn[3].sheet
-        submit, region = ring.submit, ring.region
-        for batch, chunk in zip(sheet.waits, plan.chunks, strict=True):
-            submit(stream, batch)
+        epoch, region = turn[1], ring.region
+        for group, chunk in enumerate(plan.chunks):
+            ring.wait(turn, group)
             if chunk is not None:
                 first, shape, start = chunk
                 gemm.rows(region.view(ring.rank, epoch, first, shape, ring.dtype), start)
         if read_gathered is not None:
-            if sheet.own_wait is not None:
-                submit(stream, sheet.own_wait)
+            ring.wait_own(turn)
             read_gathered(region.view(ring.rank, epoch, 0, plan.whole, ring.dtype))
         ring.end(turn)
     except BaseException as error:
@@ -105,11 +103,11 @@ def gather(
 
 def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> bool:
     """See `ring_exchange.reduce_scatter`."""
-    plans = context.plans
-    plan: RingScatter | None = plans["ring scatter"] if "ring scatter" in plans else _new_scatter(context)
+    plans, row_bytes = context.plans, gemm.operand_row_bytes  # which decide about pieces, the rest is the context's
+    plan: RingScatter | None = plans[row_bytes] if row_bytes in plans else _new_scatter(context, row_bytes)
     if plan is None:
         return False
-    if plan.by_piece is not None and gemm.is_plain:
+    if plan.by_piece is not None and gemm.can_add:
         plan = plan.by_piece
     ring = plan.ring
     turn = ring.open()
@@ -118,24 +116,23 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
     try:
         summand = gemm.empty(context.partition.total, context.width)
         assert summand.is_contiguous(), "a copy engine moves contiguous bytes"
-        stream, epoch, slot = turn[0].handle, turn[1], turn[3]
-        submit, address = ring.submit, summand.data_ptr()
+        epoch, slot, address = turn[1], turn[3], summand.data_ptr()
         if slot.sheet.start is not None:
             ring.start(turn)
         for number, (start, stop) in enumerate(plan.rows):
             gemm.rows(start, stop, summand.narrow(0, start, stop - start))
             ring.send(turn, number, address)
-        own, waits = context.own_rows, slot.sheet.waits
+        own = context.own_rows
         if ring.form.waits == "piece":
-            for batch, pieces in zip(waits, plan.pieces, strict=True):
-                submit(stream, batch)
+            for group, pieces in enumerate(plan.pieces):
+                ring.wait(turn, group)
                 for first, start, stop in pieces:
                     received = ring.region.view(ring.rank, epoch, first, (stop - start, out.shape[1]), ring.dtype)
                     gemm.rows_added(start, stop, received, out.narrow(0, start - own.start, stop - start))
         else:
             own_partial = summand[own]
             gemm.rows(own.start, own.stop, own_partial, owned=True)
-            submit(stream, waits[0])
+            ring.wait(turn, 0)
             _add_blocks(ring, epoch, own_partial, out, context.packed_format)
         ring.end(turn)
     except BaseException as error:
@@ -276,8 +273,8 @@ def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather
     return plan
 
 
-def _new_scatter(context: OperationContext) -> RingScatter | None:
-    piece_rows = scatter_piece_rows(context.partition, context.width, context.dtype.itemsize)
+def _new_scatter(context: OperationContext, row_bytes: int) -> RingScatter | None:
+    piece_rows = scatter_piece_rows(context.partition, context.width, context.dtype.itemsize, row_bytes)
     ring, plan = _new_ring(context, piece_rows, Form(True, True, False, "all")), None
     if ring is not None:
         by_piece = None
@@ -285,7 +282,7 @@ def _new_scatter(context: OperationContext) -> RingScatter | None:
             cut = _new_ring(context, piece_rows, ring.form._replace(waits="piece"))
             by_piece = None if cut is None else RingScatter(cut, None)
         plan = RingScatter(ring, by_piece)
-    context.plans["ring scatter"] = plan
+    context.plans[row_bytes] = plan
     return plan
 
 

@@ -237,7 +237,7 @@ def stream_labels(mgr: UserBufferManager) -> tuple[str, ...]:
 
 
 def _streams(channel: Channel) -> dict[str, Stream]:
-    streams = [channel.comm_stream, *channel.compute_streams]
+    streams = [channel.comm_stream, channel.word_stream, *channel.compute_streams]
     if channel.device.type == "cpu":
         # On a GPU the caller's stream is a new wrapper each time: hold it up with `pause` instead.
         streams.append(channel.caller_stream())

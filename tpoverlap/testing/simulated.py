@@ -99,6 +99,12 @@ class SimulatedDriver(DeviceDriver):
         self._count("wait_event")
         self._give(stream, lambda: event.block(self._closed))
 
+    def follow(self, stream: int, leader: int) -> None:
+        self._count("follow")
+        event = _SimulatedEvent()
+        self._give(leader, event.set)
+        self._give(stream, lambda: event.block(self._closed))
+
     def synchronize(self) -> None:
         for number in range(1, len(self._streams) + 1):
             self.record(number).block(self._closed)
