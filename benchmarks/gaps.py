@@ -7,26 +7,30 @@ boundary: median and range of the rounds.
 
 from __future__ import annotations
 
-import copy
-import ctypes
 import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
-from typing import Any
 
 import click
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from benchmarks.environment import environment
 from tpoverlap.comm.device_streams import DeviceStream
-from tpoverlap.gemm.triton.trade_launcher import TradeLauncher
 from tpoverlap.memory.cuda_driver import CudaDriver
 
 ROWS, INNER, FEATURES, CHAIN, DELAY_CYCLES = 1024, 8192, 1280, 40, 60_000_000
-_PROGRAMMATIC = 6
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+
+
+@triton.jit
+def write_word(words, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `tpoverlap.gemm.triton.trade_gather` begins."""
+    if AHEAD:
+        gdc_wait()
+    tl.store(words, 1)
 
 
 class Boundary:
@@ -106,19 +110,9 @@ class Boundary:
 
     def kernels(self) -> dict[str, Callable[[], object]]:
         """A kernel of one program that writes a word, in the ordinary way and launched ahead of its turn."""
-        launcher = TradeLauncher(self.device, 5.0)
-        at = self.words.data_ptr()
-        slot = SimpleNamespace(rank=0, grants=(0, at + 64))
-        with torch.cuda.stream(self.stream):
-            end: Any = launcher.end(slot, self.stream.cuda_stream)  # type: ignore[arg-type]
-        attribute = (ctypes.c_uint32 * 18)(_PROGRAMMATIC, 0, 1)
-        ahead: Any = copy.copy(end)
-        config = type(end._config).from_buffer_copy(end._config)
-        config.attributes, config.num_attributes = ctypes.addressof(attribute), 1
-        ahead._config, ahead._config_at, ahead._keep = config, ctypes.addressof(config), attribute
         return {
-            "kernel": lambda: end.start(1, at, 1),
-            "kernel, ahead": lambda: ahead.start(1, at, 1),
+            "kernel": lambda: write_word[(1,)](self.words, False, num_warps=1),
+            "kernel, ahead": lambda: write_word[(1,)](self.words, True, num_warps=1, launch_pdl=True),
         }
 
     def chain_us(self, between: Callable[[], object]) -> float:

@@ -18,12 +18,19 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
+from tpoverlap.comm.device_streams import DeviceStream
 from tpoverlap.gemm.triton.gates import TradeSlot
 from tpoverlap.gemm.triton.trade_launcher import TradeLauncher
+from tpoverlap.memory.cuda_driver import CudaDriver
 
 TOKENS, WIDTHS, CALLS = (16, 64, 128, 256, 512, 1024), (4096, 8192), 40
 _WORDS, _RING_BYTES, _DELAY_CYCLES = 64, 1024, 20_000_000
 Launch = Callable[[int], None]
+
+
+def _give(words: DeviceStream, address: int, epoch: int) -> None:
+    words.write32(address, epoch)
+    words.flush()
 
 
 class Pair:
@@ -56,6 +63,7 @@ class Pair:
             for rank in range(2)
         ]
         self.epoch = 0
+        self.driver = CudaDriver(device)
 
     def gathers(self, x: torch.Tensor) -> list[Launch]:
         """Of both ranks: rows of ``x`` into both slots; then, of both, the credits: one hardware queue is enough."""
@@ -67,11 +75,10 @@ class Pair:
             with torch.cuda.stream(stream):
                 row_bytes, handle = x.shape[1] * x.element_size(), stream.cuda_stream
                 trade = launcher.gather((half, half), row_bytes, x.element_size(), slot, True, handle)
-                end = launcher.end(slot, handle)
 
-            at, word = own.data_ptr(), self.done[rank].data_ptr()
+            at, words = own.data_ptr(), DeviceStream(f"rank {rank}", self.driver, handle)
             launches.append(lambda e, start=trade.start, at=at: start(at, e, e, e + 7, e % 64 * 16))  # type: ignore[misc]
-            ends.append(lambda e, start=end.start, word=word: start(e, word, e))  # type: ignore[misc]
+            ends.append(lambda e, words=words, to=slot.grants[1 - rank]: _give(words, to, e))  # type: ignore[misc]
         return launches + ends
 
     def scatters(self, partials: list[torch.Tensor], outs: list[torch.Tensor]) -> list[Launch]:

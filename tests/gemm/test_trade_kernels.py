@@ -19,7 +19,7 @@ def test_in_the_interpreter(run_module: Callable[..., str], case: str) -> None:
     assert f"{case}: right" in run_module("tests.gemm.trade_cases", case, interpret=True)
 
 
-@pytest.mark.parametrize("kernel", ["trade_gather", "trade_scatter", "trade_end"])
+@pytest.mark.parametrize("kernel", ["trade_gather", "trade_scatter"])
 def test_compiled_for_hopper(run_module: Callable[..., str], kernel: str) -> None:
     for ranks in (2, 8):
         printed = run_module("tests.gemm.test_trade_kernels", kernel, str(ranks), interpret=False)
@@ -27,9 +27,7 @@ def test_compiled_for_hopper(run_module: Callable[..., str], kernel: str) -> Non
         assert found["packed"] == found["parameters"], "the block of parameters is what the binary declares"
         assert found["contiguous"], "all of 64 bits: one store writes those that change"
         assert not found["spills"], found
-        if kernel == "trade_end":
-            assert found["flags"] == ranks and not found["host_atomics"], found
-            continue
+        assert found["waits_for_the_kernel_ahead"] == 1, "it is launched before that one is done"
         assert found["wide_stores"] and found["wide_loads"], "16-byte vectors"
         assert found["acquires32"] and found["pairs"], found
         assert found["counted_after_barrier"], "one thread counts what all threads have stored"
@@ -47,10 +45,8 @@ def main(name: str, ranks: int) -> None:
     from tpoverlap.gemm.triton import trade_launcher
     from tpoverlap.gemm.triton.compiled import packed_layout
 
-    kernel = {
-        one.name: one for one in (trade_launcher.TRADE_GATHER, trade_launcher.TRADE_SCATTER, trade_launcher.TRADE_END)
-    }[name]
-    constants: dict[str, Any] = {"NUM_RANKS": ranks, "INTERPRETED": False, "HAS_BIAS": ranks == 8}
+    kernel = {one.name: one for one in (trade_launcher.TRADE_GATHER, trade_launcher.TRADE_SCATTER)}[name]
+    constants: dict[str, Any] = {"NUM_RANKS": ranks, "INTERPRETED": False, "AHEAD": True, "HAS_BIAS": ranks == 8}
     constants |= {"UNIT": tl.int32, "DTYPE": tl.bfloat16, "MULTIPLE": 4 if name == "trade_gather" else 8}
     constants["UNITS"] = trade_launcher._UNITS if name == "trade_gather" else trade_launcher.summed_units(ranks, 2)
     function = kernel.load()
@@ -60,7 +56,7 @@ def main(name: str, ranks: int) -> None:
     signature = {each: "constexpr" if each in constants else "i64" for each in names}
     assert all(function.params[names.index(each)].annotation_type == "i64" for each in kernel.arguments)
     source = ASTSource(function, signature, constexprs=constants)
-    options = {"num_warps": 1 if name == "trade_end" else trade_launcher._WARPS, "num_stages": 1}
+    options = {"num_warps": trade_launcher._WARPS, "num_stages": 1}
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx: str = binary.asm["ptx"]
     layout = packed_layout(kernel, binary)
@@ -79,7 +75,7 @@ def main(name: str, ranks: int) -> None:
                 "pairs": ptx.count("ld.relaxed.sys.global.v2.b64"),
                 "publishes": ptx.count("release.exch.b64"),
                 "flags": ptx.count("release.exch.b32"),
-                "host_atomics": ptx.count("relaxed.exch.b32"),
+                "waits_for_the_kernel_ahead": ptx.count("griddepcontrol.wait"),
                 "counted_after_barrier": bool(counts) and all(order[index - 1] == "bar.sync" for index in counts),
             }
         )

@@ -53,12 +53,12 @@ def test_another_t_is_an_error_on_every_rank(pool: RankPool, scatter: bool) -> N
 
 
 def test_late_ranks(pool: RankPool) -> None:
-    assert pool.run(trade_ranks.late, 6) == [{"gather": 6, "add": 6, "end": 5}] * 2  # flags are refreshed once a region
+    assert pool.run(trade_ranks.late, 6) == [{"gather": 6, "add": 6}] * 2
 
 
 def test_three_ranks() -> None:
     with RankPool(3, env={"TRITON_INTERPRET": "1"}) as more:
-        assert more.run(trade_ranks.late, 5) == [{"gather": 5, "add": 5, "end": 4}] * 3
+        assert more.run(trade_ranks.late, 5) == [{"gather": 5, "add": 5}] * 3
         assert more.run(trade_ranks.odd_turns, 4)[2]["gather"] > 4
 
 
@@ -66,7 +66,6 @@ def test_held_slots_refreshed_flags_and_ranks_of_different_forms(pool: RankPool)
     """Rank 0 leaves two of six partitions to the copy engine; one operation under a trace each."""
     mixed, plain = pool.run(trade_ranks.odd_turns, 6)
     assert (plain["gather"], plain["add"]) == (7, 6) and (mixed["gather"], mixed["add"]) == (5, 4)
-    assert 0 < plain["end"] < plain["gather"], "held slots and refreshed flags take a batch"
 
 
 @pytest.mark.parametrize("method", ["sequential", "fused"])
@@ -79,12 +78,12 @@ def test_two_callers_streams(pool: RankPool) -> None:
     """Uses 1 and 2 of a slot, on the first stream, have no reader before them; 4 and 5, on the second, have one on the
     first; 3 and 6 follow one on their own. The first use of a region refreshes flags.
     """
-    calls = {"gather": 6, "add": 6, "end": 5}
+    calls = {"gather": 6, "add": 6}
     assert pool.run(trade_ranks.two_streams, 6) == [(calls, 2 * 3)] * 2
 
 
 def test_what_fp8_layers_gather(pool: RankPool) -> None:
-    assert pool.run(trade_ranks.small_numbers) == [{"gather": 9, "add": 0, "end": 8}] * 2
+    assert pool.run(trade_ranks.small_numbers) == [{"gather": 9, "add": 0}] * 2
 
 
 @pytest.mark.parametrize("scatter", [False, True])

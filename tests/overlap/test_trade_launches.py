@@ -55,5 +55,4 @@ def test_each_stream_has_launches_of_its_own() -> None:
         for stream in (5, 6, 5):
             trader.gather(outline, slot, 1, descriptor, stream, own)
             trader.add(outline, slot, 1, descriptor, stream, summands, None, out, end)
-            trader.end(slot, 1, stream, end)
-    assert driver.streams == [5, 5, 5, 6, 6, 6, 5, 5, 5]
+    assert driver.streams == [5, 5, 6, 6, 5, 5]

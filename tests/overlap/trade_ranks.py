@@ -31,7 +31,7 @@ class Traded:
     """How often each method of the trader was called, and how many operations `QuickTrade` did."""
 
     def __init__(self) -> None:
-        self.calls = {"gather": 0, "add": 0, "end": 0}
+        self.calls = {"gather": 0, "add": 0}
         self.quick = 0
 
 

@@ -75,18 +75,18 @@ class DeviceExchange(OneSidedExchange):
             self._unsent += len(step.sends)
         self._moved = self._silent = True
         previous = epoch - region.depth
-        self._traded = False
         self._ended: MarkEvent | None = None
         self._at_once = self._order in ("at_once", "traded")
         if self._at_once:
-            self._comm = self._words = self.caller
+            self._comm = self.caller
             self._moved = False
-        else:
-            self._words = device_stream(self._channel.word_stream)
+        # In an exchange of order "at_once" the caller's words travel with its transfers' in one call.
+        self._words = self.caller if self._order == "at_once" else device_stream(self._channel.word_stream)
         if previous in region.held:
             region.held.discard(previous)
             self._words.follow(self.caller)
             self._collect_credits(previous)
+            self._words.flush()  # now: everybody's sends may wait for such a credit
         if self._order in ("beside", "at_once"):
             self._publish()
 
@@ -260,7 +260,7 @@ class DeviceExchange(OneSidedExchange):
 
     def _was_traded(self) -> None:
         """A kernel was launched that publishes, sends, compares and waits."""
-        self._traded, self._silent, self._unsent = True, False, 0
+        self._silent, self._unsent = False, 0
         self._expected.update(self.signals.peers)
 
     def _ends_with_kernel(self) -> bool:
@@ -336,7 +336,8 @@ class DeviceExchange(OneSidedExchange):
 
     def _finish(self) -> None:
         caller, at_once = self.caller, self._at_once
-        if self._traded and self._end_by_kernel():
+        if self._ended is not None:
+            self.finished = self._region.last_reader[self._epoch % self._region.depth] = self._ended
             return
         if self._silent:
             self._publish()
@@ -360,19 +361,6 @@ class DeviceExchange(OneSidedExchange):
         if marked:
             self._mark(caller, "arrived", -1)
         self._end(gives_credits=self._epoch not in self._region.held)
-
-    def _end_by_kernel(self) -> bool:
-        """The end of what was traded, unless it takes more than a kernel does."""
-        region, epoch, end = self._region, self._epoch, self._ended
-        if end is None:
-            if not self._ends_with_kernel():
-                return False
-            trader, stream = self.trader, self._caller_for_kernel()
-            assert trader is not None, "it traded"
-            end = self.signals.next_mark(stream)
-            trader.end(self._slot, epoch, stream, end)
-        self.finished = region.last_reader[epoch % region.depth] = end
-        return True
 
     def _expect_on(self, stream: DeviceStream, peer: int) -> None:
         self._expected.add(peer)

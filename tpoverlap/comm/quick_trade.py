@@ -8,21 +8,36 @@ and the host's word are those of `DeviceExchange`, in the same order; whatever i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from tpoverlap.comm.device_signals import DeviceSignals
+from tpoverlap.comm.device_signals import DeviceSignals, SlotAddresses
+from tpoverlap.comm.device_streams import DeviceStream
+from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.quick_operation import Claimed, QuickOperation
 from tpoverlap.comm.trader import Trader
+from tpoverlap.comm.word_sheet import WordSheet
 from tpoverlap.errors import TpOverlapError
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
 logger = logging.getLogger("tpoverlap")
+
+
+class EndSheet(WordSheet):
+    """The words behind the last reader of a gathered slot: credits to ``peers``, then the host's."""
+
+    def __init__(self, peers: Sequence[int], slot: SlotAddresses) -> None:
+        super().__init__()
+        for peer in peers:
+            self.write_epoch(slot.credit_out[peer])
+        self.mark_done()
+        self.end_batch()
+        (self.batch,) = self.close()
 
 
 class QuickTrade(QuickOperation):
@@ -38,7 +53,11 @@ class QuickTrade(QuickOperation):
     def __init__(self, channel: Channel, signals: DeviceSignals, outline: Outline, trader: Trader, width: int) -> None:
         super().__init__(channel, signals, outline)
         self._trader, region = trader, self.region
+        words, driver = channel.word_stream, channel.transport.driver
+        assert isinstance(words, DeviceStream) and driver is not None, "a device"
+        self._words, self._submit, self._follow = words, driver.submit, driver.follow
         self._slots = [signals.slot_addresses(region, slot) for slot in range(region.depth)]
+        self._ends = [EndSheet(signals.peers, slot) for slot in self._slots]
         self._whole = (outline.partition.total, width)
 
     def gather(
@@ -64,8 +83,10 @@ class QuickTrade(QuickOperation):
                 multiply(whole, 0)
             if read is not None:
                 read(whole)
-            end = self._signals.next_mark(stream)
-            trader.end(slot, epoch, stream, end)
+            end, words, sheet = self._signals.next_mark(stream), self._words.handle, self._ends[epoch % region.depth]
+            sheet.fill(epoch & MASK, 0, 0, 0, 0, end.address, end.value)
+            self._follow(words, stream)
+            self._submit(words, sheet.batch)
             region.last_reader[epoch % region.depth] = end
             self._channel.in_flight.land(flight, end)
         except BaseException as error:

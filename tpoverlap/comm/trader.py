@@ -59,7 +59,3 @@ class Trader(ABC):
         Raises:
             CapacityError: the blocks do not fit the slot. Nothing was launched.
         """
-
-    @abstractmethod
-    def end(self, slot: SlotAddresses, epoch: int, stream: int, end: MarkEvent) -> None:
-        """After the last reader of a gathered slot: give the credits and write the event's word."""

@@ -79,11 +79,6 @@ class KernelTrader(Trader):
             address, result, added, epoch & _EPOCH_MASK, descriptor.record, descriptor.digest, entry, word, number, ends
         )  # fmt: skip
 
-    def end(self, slot: SlotAddresses, epoch: int, stream: int, end: MarkEvent) -> None:
-        key = (slot, stream)
-        trade = self._prepared.get(key) or self._keep(key, self._launcher.end(self._slot(slot), stream))
-        trade.start(epoch & _EPOCH_MASK, end.address, end.value)
-
     # -- the first time ----------------------------------------------------------------------------------------------
 
     def _new_gather(self, outline: Outline, slot: SlotAddresses, stream: int, own: torch.Tensor) -> Trade:
@@ -92,10 +87,7 @@ class KernelTrader(Trader):
         require_fits(outline.partition.total * row_bytes, slot.size_bytes, f"{outline.label}: the gathered rows")
         aligned = not own.data_ptr() & _ALIGNMENT
         counts, itemsize = outline.partition.counts, own.element_size()
-        trade = self._launcher.gather(counts, row_bytes, itemsize, self._slot(slot), aligned, stream)
-        # The end is loaded now, too: not while a kernel waits.
-        self._keep((slot, stream), self._launcher.end(self._slot(slot), stream))
-        return trade
+        return self._launcher.gather(counts, row_bytes, itemsize, self._slot(slot), aligned, stream)
 
     def _new_add(
         self,

@@ -24,7 +24,7 @@ _LAST_DRIVER_WITH_SMALL_TENSOR_BIT: Final = 13010
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig: grid, block, dynamic shared memory, stream; no attributes."""
+    """CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes."""
 
     _fields_ = (
         ("grid", ctypes.c_uint32 * 3),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from tpoverlap.gemm.triton.words import GIVEN_UP, set_pair, set_word, wait_for_pair, wait_for_words
 
@@ -95,6 +96,7 @@ def trade_gather(
     MULTIPLE: tl.constexpr,
     UNITS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """See the module's text. Everything is int64; lengths count groups of MULTIPLE units of type UNIT.
 
@@ -110,6 +112,8 @@ def trade_gather(
         limit, error: see `wait_for_words`.
         data0 ..: the slot on each rank. flag0 ..: this rank's arrival flag there. told0 ..: its descriptors there.
     """
+    if AHEAD:
+        gdc_wait()  # nothing is touched before the kernel ahead is done: it made the rows, and may still read the slot
     datas = (data0, data1, data2, data3, data4, data5, data6, data7)
     flags = (flag0, flag1, flag2, flag3, flag4, flag5, flag6, flag7)
     tolds = (told0, told1, told2, told3, told4, told5, told6, told7)

@@ -1,7 +1,10 @@
-"""Launching the kernels that exchange few rows: `trade_gather`, `trade_scatter`, `trade_end`.
+"""Launching the kernels that exchange few rows: `trade_gather` and `trade_scatter`.
 
 A launch is prepared once for a partition, a slot and a stream. Afterwards it is one store of what changes from
 operation to operation, which the kernels take first, and one call of the driver.
+
+On Hopper and later a kernel's programs are placed while the kernel ahead of them in the stream comes to its end
+(programmatic dependent launch), and wait for that before they do anything: the exchange begins a microsecond earlier.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ _LEAST_SUM_BYTES: Final = 4096
 """A program adds at least this much of own rows."""
 _INTERPRETED_PROGRAMS: Final = 3
 _MASK: Final = (1 << 64) - 1
+_PROGRAMMATIC, _ATTRIBUTE_WORDS = 6, 18
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and the size of a CUlaunchAttribute: its value is 1."""
 
 
 def _by_rank(name: str) -> tuple[str, ...]:
@@ -55,8 +60,7 @@ TRADE_SCATTER: Final = Kernel("trade_scatter", (
     "rank", "received", "arrivals", "credits", "descriptors", "ring_bytes", "flags_bytes", "counters", "limit", "error",
     *_by_rank("count"), *_by_rank("data"), *_by_rank("flag"), *_by_rank("told"), *_by_rank("credit"),
 ))  # fmt: skip
-TRADE_END: Final = Kernel("trade_end", ("epoch", "done", "number", *_by_rank("credit")))
-CHANGING: Final = {TRADE_GATHER.name: 5, TRADE_SCATTER.name: 10, TRADE_END.name: 3}
+CHANGING: Final = {TRADE_GATHER.name: 5, TRADE_SCATTER.name: 10}
 """How many of a kernel's first arguments each launch gives."""
 
 
@@ -72,7 +76,15 @@ class PackedTrade(Trade):
     """By one call of the driver."""
 
     def __init__(
-        self, driver: KernelDriver, kernel: Kernel, binary: Any, fixed: Sequence[int], programs: int, stream: int
+        self,
+        driver: KernelDriver,
+        kernel: Kernel,
+        binary: Any,
+        fixed: Sequence[int],
+        programs: int,
+        stream: int,
+        *,
+        ahead: bool,
     ) -> None:
         count = len(kernel.arguments)
         self._driver, self._keeps = driver, binary
@@ -85,7 +97,9 @@ class PackedTrade(Trade):
         self._parameters_at = ctypes.addressof(self._parameters)
         metadata = binary.metadata
         threads = 32 * metadata.num_warps
-        self._config = LaunchConfig((programs, 1, 1), (threads, 1, 1), metadata.shared, stream, 0, 0)
+        self._attribute = (ctypes.c_uint32 * _ATTRIBUTE_WORDS)(_PROGRAMMATIC, 0, 1)
+        attributes = (ctypes.addressof(self._attribute), 1) if ahead else (0, 0)
+        self._config = LaunchConfig((programs, 1, 1), (threads, 1, 1), metadata.shared, stream, *attributes)
         self._config_at = ctypes.addressof(self._config)
 
     def start(self, *changing: int) -> None:
@@ -125,6 +139,7 @@ class TradeLauncher:
         if driver is None and device.type == "cuda":
             driver = CudaKernelDriver(device)
         self._device, self._driver = device, driver
+        self._ahead = driver is not None and driver.has_tma  # both came with Hopper
         self._bound = WaitBound(device, limit_s, interpreted=driver is None)
         self._kernels = CompiledKernels(driver)
         self.error = self._bound.error
@@ -159,7 +174,7 @@ class TradeLauncher:
         )  # fmt: skip
         unit = {1: tl.int8, 2: tl.int16, 4: tl.int32}[unit_bytes]
         units = _INTERPRETED_UNITS if self._driver is None else _UNITS
-        constants = (len(counts), unit, multiple, units, self._driver is None)
+        constants = (len(counts), unit, multiple, units, self._driver is None, self._ahead)
         return self._prepare(TRADE_GATHER, constants, fixed, parts, stream)
 
     def scatter(
@@ -204,30 +219,24 @@ class TradeLauncher:
         )  # fmt: skip
         element = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
         units = _INTERPRETED_UNITS if self._driver is None else summed_units(len(counts), dtype.itemsize)
-        constants = (len(counts), element, multiple, units, has_bias, self._driver is None)
+        constants = (len(counts), element, multiple, units, has_bias, self._driver is None, self._ahead)
         return self._prepare(TRADE_SCATTER, constants, fixed, programs, stream)
-
-    def end(self, slot: TradeSlot, stream: int) -> Trade:
-        """Changing: epoch, address and value of the host's word."""
-        grants = [0 if rank == slot.rank else address for rank, address in enumerate(slot.grants)]
-        return self._prepare(TRADE_END, (len(grants),), _padded(grants), 1, stream)
 
     def _prepare(
         self, kernel: Kernel, constants: tuple[Any, ...], fixed: Sequence[int], programs: int, stream: int
     ) -> Trade:
         """Compiled and loaded before anybody waits, by a launch that has nothing to do."""
-        tile = TileShape(0, 0, 0, 1, 1 if kernel is TRADE_END else _WARPS)
+        tile = TileShape(0, 0, 0, 1, _WARPS)
         driver = self._driver
         if driver is None:
             return SlowTrade(kernel, constants, fixed, programs, tile)
         nothing = [0] * len(kernel.arguments)
-        if "counters" in kernel.arguments:
-            nothing[kernel.arguments.index("counters")] = self._counters_of(stream)
+        nothing[kernel.arguments.index("counters")] = self._counters_of(stream)
         self._kernels.load(kernel, constants, lambda: tuple(nothing), constants, tile)
         binary, layout = self._kernels.binary(kernel, constants)
         if layout is None or set(layout.places.values()) != {(8 * n, "q") for n in range(len(nothing))}:
             return SlowTrade(kernel, constants, fixed, programs, tile)
-        return PackedTrade(driver, kernel, binary, fixed, programs, stream)
+        return PackedTrade(driver, kernel, binary, fixed, programs, stream, ahead=self._ahead)
 
     def _counters_of(self, stream: int) -> int:
         """Address of the counters of the launches on a stream, which follow one another."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from tpoverlap.gemm.triton.words import GIVEN_UP, set_pair, set_word, wait_for_pair, wait_for_words
 
@@ -106,6 +107,7 @@ def trade_scatter(
     UNITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """See the module's text. Everything is int64; lengths count groups of MULTIPLE elements.
 
@@ -123,6 +125,8 @@ def trade_scatter(
             programs that are through.
         The rest is as in `trade_gather`.
     """
+    if AHEAD:
+        gdc_wait()  # nothing is touched before the kernel ahead is done: it made the rows, and may still read the slot
     counts = (count0, count1, count2, count3, count4, count5, count6, count7)
     datas = (data0, data1, data2, data3, data4, data5, data6, data7)
     flags = (flag0, flag1, flag2, flag3, flag4, flag5, flag6, flag7)
