@@ -123,7 +123,7 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
         if slot.sheet.start is not None:
             ring.start(turn)
         for number, (start, stop) in enumerate(plan.rows):
-            gemm.rows(start, stop, summand.narrow(0, start, stop - start))
+            gemm.rows(start, stop, summand[start:stop])
             ring.send(turn, number, address)
         own, waits = context.own_rows, slot.sheet.waits
         if ring.form.waits == "piece":
@@ -131,7 +131,7 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
                 submit(stream, batch)
                 for first, start, stop in pieces:
                     received = ring.region.view(ring.rank, epoch, first, (stop - start, out.shape[1]), ring.dtype)
-                    gemm.rows_added(start, stop, received, out.narrow(0, start - own.start, stop - start))
+                    gemm.rows_added(start, stop, received, out[start - own.start : stop - own.start])
         else:
             own_partial = summand[own]
             gemm.rows(own.start, own.stop, own_partial, owned=True)
@@ -246,8 +246,13 @@ def _add_blocks(
     count, width = own_partial.shape
     if count == 0:
         return
-    received = ring.region.view(ring.rank, epoch, 0, (ring.num_peers, count, width), ring.dtype).unbind(0)
-    blocks = [*received[: ring.rank], own_partial, *received[ring.rank :]]
+    rank, view = ring.rank, ring.region.view
+    if ring.num_peers == 1:  # a view that is kept, instead of a new one
+        peers = view(rank, epoch, 0, (count, width), ring.dtype)
+        blocks = [own_partial, peers] if rank == 0 else [peers, own_partial]
+    else:
+        received = view(rank, epoch, 0, (ring.num_peers, count, width), ring.dtype).unbind(0)
+        blocks = [*received[:rank], own_partial, *received[rank:]]
     if packed_format is None:
         sum_in_rank_order(blocks, out)
     else:
