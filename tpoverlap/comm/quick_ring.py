@@ -8,19 +8,17 @@ copies. Whatever is out of the ordinary (`tpoverlap.comm.quick_operation`) is le
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tpoverlap.comm.descriptor import Descriptor
-from tpoverlap.comm.device_signals import DeviceSignals, SlotAddresses
+from tpoverlap.comm.device_signals import DeviceSignals
 from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, MarkEvent
 from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.in_flight import Flight
 from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.quick_operation import QuickOperation
-from tpoverlap.comm.schedule import Step, Transfer, in_pieces
-from tpoverlap.comm.word_sheet import WordSheet
+from tpoverlap.comm.ring_sheet import Form, RingSheet, RingSheets
 from tpoverlap.errors import TpOverlapError
 from tpoverlap.memory.driver import MemoryOperations
 from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING, MAX_PIECES
@@ -29,158 +27,8 @@ if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
 logger = logging.getLogger("tpoverlap")
-_MOST_SHEETS = 256
-
-
-class Form(NamedTuple):
-    """What else the words of an operation depend on.
-
-    Attributes:
-        scatter: the direction.
-        behind: the caller's stream computes rows before each transfer; else they are there from the start.
-        own: own rows are copied into the local slot, too.
-        waits: for what the caller's stream waits at a time.
-    """
-
-    scatter: bool
-    behind: bool
-    own: bool
-    waits: Literal["step", "piece", "all"]
-
-
-class RingSheet(WordSheet):
-    """The words of one slot, for schedules with the same pieces.
-
-    Attributes:
-        start: batches of the caller's and the comm stream that begin the operation; None: the first transfer does.
-        sends: one a transfer, in order: the caller's before it (None: nothing), and the comm stream's.
-        sent: the comm stream's after the last transfer; None: there was none.
-        own_copied, own_wait: the comm stream's after the copy of own rows, and the caller's that waits for it.
-        waits: the caller's, one for each of `groups`.
-        end: the caller's last.
-    """
-
-    def __init__(self, signals: DeviceSignals, slot: SlotAddresses, form: Form, steps: tuple[Step, ...]) -> None:
-        super().__init__()
-        transfers = [transfer for step in steps for transfer in step.sends]
-        early = not transfers or (form.behind and not steps[0].sends)
-        marks = 0
-        start: tuple[int, int] | None = None
-        if early:
-            start = self._mark_caller(1), self._begin(signals, 1, ends=not transfers)
-            marks = 1
-        sends: list[tuple[int | None, int]] = []
-        for number, transfer in enumerate(transfers):
-            mark = None
-            if form.behind or number == 0:
-                marks += 1
-                mark = self._mark_caller(marks)
-            if number:
-                self._arrived(slot, transfers[number - 1])  # held back until now: one call of the driver less
-            if mark is not None:
-                self.count_caller(marks, wait=True)
-            if number == 0 and not early:
-                self._publish_all(signals)
-            self.wait_due(slot.credit_in[transfer.destination])
-            sends.append((mark, self.end_batch()))
-        sent = own_copied = own_wait = None
-        comm_count = 1
-        if transfers:
-            self._arrived(slot, transfers[-1])
-            self.count_comm(1)
-            sent = self.end_batch()
-            if form.own:
-                comm_count = 2
-                self.count_comm(2)
-                own_copied = self.end_batch()
-                self.count_comm(2, wait=True)
-                own_wait = self.end_batch()
-        waits, expected = [], set[int]()
-        for group in groups(steps, form):
-            for step in group:
-                for source in [step.peer, *(transfer.source for transfer in step.receives)]:
-                    if source not in expected:
-                        expected.add(source)
-                        self.expect(signals.descriptors_in[source])
-                for transfer in step.receives:
-                    self.wait_epoch(slot.arrival_in[transfer.source] + 4 * transfer.piece)
-            waits.append(self.end_batch())
-        self.count_comm(comm_count, wait=True)
-        for peer in signals.peers:
-            self.write_epoch(slot.credit_out[peer])
-        self.mark_done()
-        end = self.end_batch()
-        batches = self.close()
-        self.start = None if start is None else (batches[start[0]], batches[start[1]])
-        self.sends = [(None if mark is None else batches[mark], batches[batch]) for mark, batch in sends]
-        self.sent = None if sent is None else batches[sent]
-        self.own_copied = None if own_copied is None else batches[own_copied]
-        self.own_wait = None if own_wait is None else batches[own_wait]
-        self.waits = [batches[batch] for batch in waits]
-        self.end = batches[end]
-
-    def _mark_caller(self, count: int) -> int:
-        self.count_caller(count)
-        return self.end_batch()
-
-    def _begin(self, signals: DeviceSignals, count: int, *, ends: bool) -> int:
-        self.count_caller(count, wait=True)
-        self._publish_all(signals)
-        if ends:
-            self.count_comm(1)
-        return self.end_batch()
-
-    def _publish_all(self, signals: DeviceSignals) -> None:
-        for _, ring in signals.descriptors_out:
-            self.publish(ring)
-
-    def _arrived(self, slot: SlotAddresses, transfer: Transfer) -> None:
-        self.write_epoch(slot.arrival_out[transfer.destination] + 4 * transfer.piece)
-
-
-def groups(steps: tuple[Step, ...], form: Form) -> list[list[Step]]:
-    """Steps that the caller's stream waits for at a time. Only the last one of a group may receive rows, unless all do.
-
-    A group in which nothing is received can only be the last.
-    """
-    if form.waits == "all":
-        return [list(steps)]
-    if form.waits == "piece":
-        steps = tuple(piece for step in steps for piece in in_pieces(step))
-    found: list[list[Step]] = [[]]
-    seen: set[int] = set()
-    for step in steps:
-        if step.receives or step.peer not in seen:  # else it is a piece that only this rank sends
-            found[-1].append(step)
-            seen.add(step.peer)
-        if step.receives:
-            found.append([])
-    return [group for group in found if group]
-
-
-class RingSheets:
-    """Sheets of one channel, made once each."""
-
-    def __init__(self) -> None:
-        self._sheets: dict[tuple[object, ...], RingSheet] = {}
-
-    def at(
-        self,
-        signals: DeviceSignals,
-        region: str,
-        slot: int,
-        addresses: SlotAddresses,
-        form: Form,
-        steps: tuple[Step, ...],
-    ) -> RingSheet:
-        """The sheet of a slot for schedules with pieces like those of ``steps``."""
-        key = (region, slot, form, *[(len(step.sends), len(step.receives)) for step in steps])
-        found = self._sheets.get(key)
-        if found is None:
-            if len(self._sheets) >= _MOST_SHEETS:
-                self._sheets.clear()  # who uses one has it in hand
-            found = self._sheets[key] = RingSheet(signals, addresses, form, steps)
-        return found
+_NO_WORDS = (0, 0, 0)
+"""Of an operation on one stream."""
 
 
 class _Slot(NamedTuple):
@@ -206,7 +54,7 @@ class QuickRing(QuickOperation):
 
     Args:
         channel, signals: on a device.
-        outline: of order "beside", or of order "behind" for a form that is.
+        outline: of the form's order.
         form: see `Form`.
         base_row: the activation's first row in what is sent.
         own_first: first element of own rows in the local slot, for a form that copies them.
@@ -233,7 +81,7 @@ class QuickRing(QuickOperation):
         comm, driver = channel.comm_stream, channel.transport.driver
         assert isinstance(comm, DeviceStream) and driver is not None, "a device"
         self._comm, self._copy, self.submit, self.leave = comm, driver.copy, driver.submit, channel.leave
-        self.form, self._base_row = form, base_row
+        self.form, self._base_row, self._at_once = form, base_row, form.order == "at_once"
         self._own_first, self._own_elements = own_first, own_elements
         self._sheets = channel.resource("ring sheets", RingSheets)
         self._slots: list[_Slot | None] = [None] * self.region.depth
@@ -270,15 +118,15 @@ class QuickRing(QuickOperation):
 
     def open(self) -> Turn | None:
         """Claim the next use of the region. None: it is out of the ordinary, and nothing was claimed."""
-        comm = self._comm
-        if comm.disturb is not None:
+        comm, at_once = self._comm, self._at_once
+        if comm.disturb is not None and not at_once:
             return None
         claimed = self._claim()
         if claimed is None:
             return None
         caller, epoch, flight = claimed
         try:
-            if comm.pending:  # an operation that is still open held it back
+            if comm.pending and not at_once:  # an operation that is still open held it back
                 comm.flush()
             signals, region, descriptor = self._signals, self.region, flight.descriptor
             number = epoch % region.depth
@@ -290,7 +138,7 @@ class QuickRing(QuickOperation):
                 descriptor.sequence % DESCRIPTOR_RING * DESCRIPTOR_BYTES,
                 descriptor.record,
                 descriptor.digest,
-                *signals.order_words(),
+                *(_NO_WORDS if at_once else signals.order_words()),
                 end.address,
                 end.value,
             )
@@ -322,11 +170,13 @@ class QuickRing(QuickOperation):
             submit(comm, sheet.own_copied)
 
     def start(self, turn: Turn) -> None:
-        """Of a sheet that has a start: before the first transfer."""
+        """Of a sheet that has a start: before the first transfer, or the kernel that moves the rows."""
         batches = turn[3].sheet.start
         assert batches is not None, "asked before"
-        self.submit(turn[0].handle, batches[0])
-        self.submit(self._comm.handle, batches[1])
+        caller, comm = batches
+        self.submit(turn[0].handle, caller)
+        if comm is not None:
+            self.submit(self._comm.handle, comm)
 
     def send(self, turn: Turn, number: int, address: int) -> None:
         """Transfer ``number`` of a form "behind": its rows are computed, in what begins at ``address``."""
@@ -360,25 +210,26 @@ class QuickRing(QuickOperation):
 
     def _fail(self, error: BaseException, caller: CallerDeviceStream, epoch: int, flight: Flight) -> None:
         channel, signals, comm, descriptor = self._channel, self._signals, self._comm, flight.descriptor
-        caller_word, comm_word, start = signals.order_words()
+        marks = None if self._at_once else signals.order_words()  # others than those that the sheet has
         try:
-            self._publish(caller, caller_word, start + 1, descriptor)
+            if marks is None:
+                signals.publish_all(caller, descriptor)
+            else:
+                caller.write32(marks[0], marks[2] + 1)
+                caller.flush()
+                comm.wait32(marks[0], marks[2] + 1)
+                signals.publish_all(comm, descriptor)  # once more, if that had been done
+                comm.flush()
+            caller.flush()
         finally:
             channel.fail(error, descriptor)
             try:
-                comm.write32(comm_word, start + 1)
-                comm.flush()
-                caller.wait32(comm_word, start + 1)
+                if marks is not None:
+                    comm.write32(marks[1], marks[2] + 1)
+                    comm.flush()
+                    caller.wait32(marks[1], marks[2] + 1)
                 end = self.region.last_reader[epoch % self.region.depth] = signals.mark_done(caller)
                 caller.flush()
                 channel.in_flight.land(flight, end)
             except TpOverlapError:
                 logger.exception("the driver refused the end of an operation that had failed")
-
-    def _publish(self, caller: DeviceStream, word: int, count: int, descriptor: Descriptor) -> None:
-        """In the caller's order; once more, if that had been done."""
-        caller.write32(word, count)
-        caller.flush()
-        self._comm.wait32(word, count)
-        self._signals.publish_all(self._comm, descriptor)
-        self._comm.flush()

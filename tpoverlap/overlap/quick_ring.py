@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 
 from tpoverlap.comm import sum_in_rank_order
-from tpoverlap.comm.quick_ring import Form, QuickRing, Turn, groups
+from tpoverlap.comm.quick_ring import QuickRing, Turn
+from tpoverlap.comm.ring_sheet import Form, groups
 from tpoverlap.comm.transport import DeviceTransport
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap.context import OperationContext
@@ -262,14 +263,14 @@ def _add_blocks(
 def _bulk_ring(context: OperationContext, *, scatter: bool) -> QuickRing | None:
     plans, key = context.plans, "bulk scatter" if scatter else "bulk gather"
     if key not in plans:
-        plans[key] = _new_ring(context, None, Form(scatter, False, not scatter, "all"))
+        plans[key] = _new_ring(context, None, Form(scatter, "beside", own=not scatter))
     found: QuickRing | None = plans[key]
     return found
 
 
 def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather | None:
     piece_rows = gather_piece_rows(context.partition, context.width, context.dtype.itemsize)
-    ring = None if context.config.aggregate else _new_ring(context, piece_rows, Form(False, False, own, "step"))
+    ring = None if context.config.aggregate else _new_ring(context, piece_rows, Form(False, "beside", own, "step"))
     plan = None
     if ring is not None:
         by_piece = None
@@ -283,7 +284,7 @@ def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather
 
 def _new_scatter(context: OperationContext) -> RingScatter | None:
     piece_rows = scatter_piece_rows(context.partition, context.width, context.dtype.itemsize)
-    ring, plan = _new_ring(context, piece_rows, Form(True, True, False, "all")), None
+    ring, plan = _new_ring(context, piece_rows, Form(True, "behind")), None
     if ring is not None:
         by_piece = None
         if piece_rows is not None:
@@ -299,7 +300,7 @@ def _new_ring(context: OperationContext, piece_rows: int | None, form: Form) -> 
     channel = context.channel
     if channel is None or not context.config.use_ce or not isinstance(channel.transport, DeviceTransport):
         return None
-    outline = context.outline(piece_rows, scatter=form.scatter, order="behind" if form.behind else "beside")
+    outline = context.outline(piece_rows, scatter=form.scatter, order=form.order)
     own = context.own_rows
     base_row = 0 if form.scatter else own.start
     first, elements = own.start * context.width, (own.stop - own.start) * context.width
