@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,10 +13,17 @@ import torch
 
 import tpoverlap as tpo
 from tests.comm import operations as ops
+from tests.comm.rank_functions import Outcome, attempt, start_at
 from tests.costs.null_device import NullBackend, NullDriver
 from tpoverlap import pieces
+from tpoverlap.comm import Meter, Trace, device_exchange, quick_operation
 from tpoverlap.comm.quick_ring import QuickRing
+from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.memory.base import agree
 from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WAIT_64, MemoryOperations
+from tpoverlap.testing import faults
+from tpoverlap.testing.simulated import SimulatedBackend
+from tpoverlap.tokens import TokenPartition
 
 KINDS = ("ring_ag", "ring_rs", "bulk_ag", "bulk_rs")
 
@@ -165,3 +174,132 @@ def _by_stream(given: list[Given]) -> dict[str, list[Given]]:
         waits = one.kind in (WAIT_32, WAIT_64)
         found.setdefault("waits" if waits else f"stream {one.stream}", []).append(one._replace(stream=0))
     return found
+
+
+# -- ranks of both kinds -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refreshed(every: int) -> Iterator[None]:
+    """Flags are refreshed in two of so many uses of a region."""
+    with (
+        mock.patch.object(device_exchange, "REFRESH_EVERY", every),
+        mock.patch.object(quick_operation, "REFRESH_EVERY", every),
+    ):
+        yield
+
+
+def mixed(rank: int, size: int, turns: int, late: int) -> tuple[int, int]:
+    """Every rank is quick in every other turn, neighbours in turn; results bit by bit; how many were quick, and not.
+
+    Flags are refreshed now and then, slots are held, and rank ``late`` (-1: none) is late.
+    """
+    generator, quick, left = random.Random(rank), 0, 0
+    with cut_early(), refreshed(7), ops.make_manager(SimulatedBackend, 30.0) as mgr:  # type: ignore[arg-type]
+        for seed, partition in enumerate(ops.partitions(size, turns)):
+            with counted(allowed=(rank + seed) % 2 == 0) as opened:
+                for kind in KINDS:
+                    if rank == late or (late < 0 and generator.random() < 0.2):
+                        time.sleep(2e-3 * generator.random())
+                    ops.run_checked(mgr, kind, partition, seed)
+                if seed % 3 == 2:
+                    mgr.set_active_shape((partition.total, ops.WIDTH), partition)
+                    held = mgr.get("qkv_fprop").get_buffer()
+                    ops.run_checked(mgr, "ring_ag", partition, seed)
+                    ops.run_checked(mgr, "bulk_ag", partition, seed + 1)
+                    ops.require_equal(held, ops._x(partition, seed), "what was gathered into a held slot")
+            quick, left = quick + opened.quick, left + opened.left
+        mgr.check()
+    return quick, left
+
+
+def near_the_wrap(rank: int, size: int, before: int, turns: int) -> int:
+    """Epochs that pass 2**32 after ``before`` uses; how many operations were quick."""
+    with ops.make_manager(SimulatedBackend, 30.0) as mgr, counted() as opened:  # type: ignore[arg-type]
+        assert mgr.channel is not None, "several ranks"
+        start_at(mgr, (1 << 32) - before)
+        agree(mgr.group, "set up")
+        for seed, partition in enumerate(ops.partitions(size, turns)):
+            for kind in KINDS:
+                ops.run_checked(mgr, kind, partition, seed)
+        mgr.check()
+        assert mgr.channel.regions["ag"].uses > 1 << 32, "it was passed"
+    return opened.quick
+
+
+# -- what is left to the other way -------------------------------------------------------------------------------
+
+
+def left_to_the_exchange(rank: int, size: int) -> dict[str, tuple[int, int]]:
+    """Under each thing that is out of the ordinary on rank 0: how many operations were quick there, and were not."""
+    found: dict[str, tuple[int, int]] = {}
+    partition = TokenPartition.balanced(31, size)
+    with ops.make_manager(SimulatedBackend, 30.0) as mgr:  # type: ignore[arg-type]
+        channel = mgr.channel
+        assert channel is not None, "several ranks"
+
+        def set_to(name: str, value: Any, owner: Any = channel) -> Any:
+            return mock.patch.object(owner, name, value)
+
+        seen: list[str] = []
+        cases: dict[str, Callable[[], Any]] = {
+            "first uses": nullcontext,
+            "nothing": nullcontext,
+            "a transfer hook": lambda: faults.before_transfers(mgr, lambda transfer: seen.append("transfer")),
+            "a GEMM hook": lambda: faults.before_gemms(mgr, lambda stream: seen.append("gemm")),
+            "the comm stream": lambda: faults.delay_stream(mgr, "comm", 1e-4),
+            "the word stream": lambda: faults.delay_stream(mgr, "words", 1e-4),
+            "the caller's stream": lambda: faults.delay_stream(mgr, "caller", 1e-4),
+            "a trace": lambda: set_to("trace", Trace(channel.device)),
+            "a meter that measures": lambda: set_to("meter", Meter(channel.device, every=1)),
+            "a meter, one in three": lambda: set_to("meter", Meter(channel.device, every=3)),
+            "nothing again": nullcontext,
+        }
+        for seed, (what, disturb) in enumerate(cases.items()):
+            with disturb() if rank == 0 else nullcontext(), counted() as opened:
+                for repeat in range(3):
+                    for kind in KINDS:
+                        ops.run_checked(mgr, kind, partition, seed + repeat)
+                if what == "a meter, one in three" and rank == 0:
+                    assert channel.meter is not None
+                    rows = channel.meter.stats().values()
+                    found["metered"] = (sum(int(row["metered_calls"]) for row in rows), 0)
+            found[what] = opened.quick, opened.left
+        assert rank or {"transfer", "gemm"} <= set(seen), "the hooks were called"
+        mgr.check()
+    return found
+
+
+def raises(rank: int, size: int, kind: str, after: int, who: int) -> tuple[Outcome, Outcome, int]:
+    """Rank ``who`` raises in GEMM number ``after`` of its third operation: check, close, how many were quick."""
+    partition = TokenPartition.balanced(31, size)
+    mgr = ops.make_manager(SimulatedBackend, 20.0)  # type: ignore[arg-type]
+    done = 0
+
+    def boom(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done > after:
+                raise ValueError("something in the model")
+            return real(*arguments, **options)
+
+        return call
+
+    with counted() as opened:
+        for seed in range(2):
+            ops.run_checked(mgr, kind, partition, seed)
+        owner, name = {"ring_ag": (RowGemm, "rows"), "ring_rs": (PartialGemm, "rows")}.get(kind, (torch, "mm"))
+        started = time.monotonic()
+        with mock.patch.object(owner, name, boom(getattr(owner, name))) if rank == who else nullcontext():
+            with suppress(Exception):
+                ops.run(mgr, kind, partition, 2)
+            outcome = attempt(mgr.check)
+            while outcome.error == "ok" and time.monotonic() < started + 8.0:
+                time.sleep(0.02)
+                outcome = attempt(mgr.check)
+        flights = mgr.channel.in_flight  # type: ignore[union-attr]
+        while flights.oldest() is not None and time.monotonic() < started + 8.0:
+            time.sleep(0.02)
+        assert flights.oldest() is None, "the host never learns that the device has left it"
+    return outcome._replace(seconds=time.monotonic() - started), attempt(mgr.close), opened.quick

@@ -85,25 +85,31 @@ def timing_attack(rank: int, world_size: int, backend: str, victim: int, seed: i
     return done
 
 
+def start_at(mgr: tpo.UserBufferManager, first_use: int) -> None:
+    """The state that this rank's control words have after ``first_use`` uses of each region: every flag and credit of a
+    slot is at the last use of that slot, however often its number has wrapped. All ranks have to, and then `agree`.
+    """
+    assert mgr.channel is not None, "several ranks"
+    for region in mgr.channel.regions.values():
+        region.uses = first_use
+        arena = region.arena
+        if isinstance(arena, CpuArena):
+            words = arena.words32(mgr.rank)
+            for slot in range(region.depth):
+                last = first_use - (first_use - slot) % region.depth
+                for source in range(mgr.tp_size):
+                    start = region.layout.arrival_offset(region.index, slot, source, 0) // 4
+                    words[start : start + 64] = np.uint32(wrap32(last))
+                    credit = region.layout.credit_offset(region.index, slot, source) // 4
+                    words[credit] = np.uint32(wrap32(last))
+
+
 def across_the_wrap(rank: int, world_size: int, backend: str, first_use: int, sequence: int) -> dict[str, Any]:
     """Ten rounds of operations that start at use ``first_use`` + 1 of each region, as if that many had been done."""
     with ops.make_manager(backend) as mgr:
         channel = mgr.channel
         assert channel is not None
-        # The state that this rank's control words have after `first_use` uses: every flag and credit of a slot is at
-        # the last use of that slot, however often its number has wrapped.
-        for region in channel.regions.values():
-            region.uses = first_use
-            arena = region.arena
-            if isinstance(arena, CpuArena):
-                words = arena.words32(rank)
-                for slot in range(region.depth):
-                    last = first_use - (first_use - slot) % region.depth
-                    for source in range(world_size):
-                        start = region.layout.arrival_offset(region.index, slot, source, 0) // 4
-                        words[start : start + 64] = np.uint32(wrap32(last))
-                        credit = region.layout.credit_offset(region.index, slot, source) // 4
-                        words[credit] = np.uint32(wrap32(last))
+        start_at(mgr, first_use)
         channel._sequence = sequence
         agree(mgr.group, "set up")
         for seed, partition in enumerate(ops.partitions(world_size, 10)):

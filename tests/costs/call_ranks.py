@@ -52,7 +52,7 @@ def calls(rank: int, size: int, repeats: int) -> dict[str, Calls]:
         "fc2_fprop": {"method": "sequential"},
     }
     x, w = torch.randn(TOKENS // size, WIDTH), torch.randn(OUT, WIDTH)
-    h, v = torch.randn(TOKENS, OUT), torch.randn(WIDTH, OUT)
+    h, v, y = torch.randn(TOKENS, OUT), torch.randn(WIDTH, OUT), torch.randn(TOKENS, WIDTH)
     names = [
         name for name in ("all_gather_single", "all_gather_into_tensor", "all_to_all_single") if hasattr(dist, name)
     ]
@@ -64,9 +64,12 @@ def calls(rank: int, size: int, repeats: int) -> dict[str, Calls]:
         assert isinstance(driver, NullDriver), "the backend's"
         mgr.set_active_shape(partition=TokenPartition.even(TOKENS, size))
         qkv, proj, fc1, fc2 = (mgr.layer(name) for name in ("qkv", "proj", "fc1", "fc2"))
+        dgrad, wgrad = mgr.get("qkv_dgrad"), mgr.get("qkv_wgrad")
         operations: dict[str, Callable[[], object]] = {
             "ring all-gather": lambda: tpo.all_gather_gemm(x, w, qkv),
             "ring reduce-scatter": lambda: tpo.gemm_reduce_scatter(h, v, proj),
+            "bulk all-gather": lambda: tpo.bulk_all_gather(x, dgrad, (h, v)),
+            "bulk reduce-scatter": lambda: tpo.bulk_reduce_scatter(y, wgrad, (h, v)),
             "sequential all-gather": lambda: tpo.all_gather_gemm(x, w, fc1),
             "sequential reduce-scatter": lambda: tpo.gemm_reduce_scatter(h, v, fc2),
         }

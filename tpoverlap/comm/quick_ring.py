@@ -8,18 +8,17 @@ copies. Whatever is out of the ordinary (`tpoverlap.comm.quick_operation`) is le
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tpoverlap.comm.device_signals import DeviceSignals, SlotAddresses
+from tpoverlap.comm.device_signals import DeviceSignals
 from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, MarkEvent
 from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.in_flight import Flight
 from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.quick_operation import QuickOperation
-from tpoverlap.comm.schedule import Step, Transfer, in_pieces
-from tpoverlap.comm.word_sheet import WordSheet
+from tpoverlap.comm.ring_sheet import Form, RingSheet, RingSheets
 from tpoverlap.errors import TpOverlapError
 from tpoverlap.memory.driver import MemoryOperations
 from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING, MAX_PIECES
@@ -28,136 +27,6 @@ if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
 logger = logging.getLogger("tpoverlap")
-_MOST_SHEETS = 256
-
-
-class Form(NamedTuple):
-    """What else the words of an operation depend on.
-
-    Attributes:
-        scatter: the direction.
-        behind: the caller's stream computes rows before each transfer; else they are there from the start.
-        own: own rows are copied into the local slot, too.
-        waits: for what the caller's stream waits at a time.
-    """
-
-    scatter: bool
-    behind: bool
-    own: bool
-    waits: Literal["step", "piece", "all"]
-
-
-class RingSheet(WordSheet):
-    """The words of one slot, for schedules with the same pieces.
-
-    Attributes:
-        start: the comm stream's first batch, where no transfer is the first to follow the caller's stream; else None.
-        sends: one a transfer, in order: the comm stream's batch before it follows the caller's stream again (None: it
-            need not, or has nothing to do before), whether it does so, and its batch before the copy.
-        sent: the comm stream's after the last transfer; None: there was none.
-        waits: one for each of `groups`.
-        comm_waits: the comm stream awaits them: there is one group, and nothing is sent after it.
-        end: the word stream's, behind the caller's last kernel.
-    """
-
-    def __init__(self, signals: DeviceSignals, slot: SlotAddresses, form: Form, steps: tuple[Step, ...]) -> None:
-        super().__init__()
-        transfers = [transfer for step in steps for transfer in step.sends]
-        early = not transfers or (form.behind and not steps[0].sends)
-        start: int | None = None
-        if early:
-            self._publish_all(signals)
-            start = self.end_batch()
-        sends: list[tuple[int | None, bool, int]] = []
-        for number, transfer in enumerate(transfers):
-            follows, before = form.behind or (number == 0 and not early), None
-            if number:
-                self._arrived(slot, transfers[number - 1])
-                if follows:
-                    before = self.end_batch()
-            if number == 0 and not early:
-                self._publish_all(signals)
-            self.wait_due(slot.credit_in[transfer.destination])
-            sends.append((before, follows, self.end_batch()))
-        sent = None
-        if transfers:
-            self._arrived(slot, transfers[-1])
-            sent = self.end_batch()
-        waits, expected = [], set[int]()
-        for group in groups(steps, form):
-            for step in group:
-                for source in [step.peer, *(transfer.source for transfer in step.receives)]:
-                    if source not in expected:
-                        expected.add(source)
-                        self.expect(signals.descriptors_in[source])
-                for transfer in step.receives:
-                    self.wait_epoch(slot.arrival_in[transfer.source] + 4 * transfer.piece)
-            waits.append(self.end_batch())
-        for peer in signals.peers:
-            self.write_epoch(slot.credit_out[peer])
-        self.mark_done()
-        end = self.end_batch()
-        batches = self.close()
-        self.start = None if start is None else batches[start]
-        self.sends = [
-            (None if before is None else batches[before], follows, batches[batch]) for before, follows, batch in sends
-        ]
-        self.sent = None if sent is None else batches[sent]
-        self.waits = [batches[batch] for batch in waits]
-        self.comm_waits = len(waits) == 1
-        self.end = batches[end]
-
-    def _publish_all(self, signals: DeviceSignals) -> None:
-        for _, ring in signals.descriptors_out:
-            self.publish(ring)
-
-    def _arrived(self, slot: SlotAddresses, transfer: Transfer) -> None:
-        self.write_epoch(slot.arrival_out[transfer.destination] + 4 * transfer.piece)
-
-
-def groups(steps: tuple[Step, ...], form: Form) -> list[list[Step]]:
-    """Steps that the caller's stream waits for at a time. Only the last one of a group may receive rows, unless all do.
-
-    A group in which nothing is received can only be the last.
-    """
-    if form.waits == "all":
-        return [list(steps)]
-    if form.waits == "piece":
-        steps = tuple(piece for step in steps for piece in in_pieces(step))
-    found: list[list[Step]] = [[]]
-    seen: set[int] = set()
-    for step in steps:
-        if step.receives or step.peer not in seen:  # else it is a piece that only this rank sends
-            found[-1].append(step)
-            seen.add(step.peer)
-        if step.receives:
-            found.append([])
-    return [group for group in found if group]
-
-
-class RingSheets:
-    """Sheets of one channel, made once each."""
-
-    def __init__(self) -> None:
-        self._sheets: dict[tuple[object, ...], RingSheet] = {}
-
-    def at(
-        self,
-        signals: DeviceSignals,
-        region: str,
-        slot: int,
-        addresses: SlotAddresses,
-        form: Form,
-        steps: tuple[Step, ...],
-    ) -> RingSheet:
-        """The sheet of a slot for schedules with pieces like those of ``steps``."""
-        key = (region, slot, form, *[(len(step.sends), len(step.receives)) for step in steps])
-        found = self._sheets.get(key)
-        if found is None:
-            if len(self._sheets) >= _MOST_SHEETS:
-                self._sheets.clear()  # who uses one has it in hand
-            found = self._sheets[key] = RingSheet(signals, addresses, form, steps)
-        return found
 
 
 class _Slot(NamedTuple):
@@ -183,7 +52,7 @@ class QuickRing(QuickOperation):
 
     Args:
         channel, signals: on a device.
-        outline: of order "beside", or of order "behind" for a form that is.
+        outline: of the form's order.
         form: see `Form`.
         base_row: the activation's first row in what is sent.
         own_first: first element of own rows in the local slot, for a form that copies them.
@@ -211,7 +80,7 @@ class QuickRing(QuickOperation):
         assert isinstance(comm, DeviceStream) and isinstance(words, DeviceStream) and driver is not None, "a device"
         self._comm, self._words, self.leave = comm, words, channel.leave
         self._copy, self._submit, self._follow = driver.copy, driver.submit, driver.follow
-        self.form, self._base_row = form, base_row
+        self.form, self._base_row, self._at_once = form, base_row, form.order == "at_once"
         self._own_first, self._own_elements = own_first, own_elements
         self._sheets = channel.resource("ring sheets", RingSheets)
         self._slots: list[_Slot | None] = [None] * self.region.depth
@@ -256,7 +125,8 @@ class QuickRing(QuickOperation):
             return None
         caller, epoch, flight = claimed
         try:
-            comm.flush()  # an operation that is still open may have held something back
+            if comm.pending:  # an operation that is still open held it back
+                comm.flush()
             signals, region, descriptor = self._signals, self.region, flight.descriptor
             number = epoch % region.depth
             slot = self._slots[number] or self._slot(number)
@@ -297,11 +167,16 @@ class QuickRing(QuickOperation):
             copy(comm, slot.own[0], address, slot.own[1])
 
     def start(self, turn: Turn) -> None:
-        """Of a sheet that has a start: before the first transfer."""
-        batch, comm = turn[3].sheet.start, self._comm.handle
+        """Of a sheet that has a start: before the first transfer, or the kernel that moves the rows."""
+        batch, caller = turn[3].sheet.start, turn[0].handle
         assert batch is not None, "asked before"
-        self._follow(comm, turn[0].handle)
-        self._submit(comm, batch)
+        if self._at_once:
+            # Behind the words of the last operation, and so behind its kernels: nobody runs ahead of who reads this.
+            self._submit(self._words.handle, batch)
+            self._follow(caller, self._words.handle)
+        else:
+            self._follow(self._comm.handle, caller)
+            self._submit(self._comm.handle, batch)
 
     def send(self, turn: Turn, number: int, address: int) -> None:
         """Transfer ``number`` of a form "behind": its rows are computed, in what begins at ``address``."""
@@ -323,7 +198,7 @@ class QuickRing(QuickOperation):
         self._follow(turn[0].handle, listener)
 
     def wait_own(self, turn: Turn) -> None:
-        """The caller's stream goes on once own rows are here, too, of a form that copies them."""
+        """The caller's stream goes on once own rows are here, too, of a form that copies them. After `wait`."""
         if not turn[3].sheet.comm_waits:
             self._follow(turn[0].handle, self._comm.handle)
 
@@ -338,7 +213,7 @@ class QuickRing(QuickOperation):
         """After the slot's last reader: join the comm stream, give the credits, tell the host."""
         caller, epoch, flight, slot, end = turn
         sheet, words, stream = slot.sheet, self._words.handle, caller.handle
-        if not sheet.comm_waits:
+        if not self._at_once and not sheet.comm_waits:
             self._follow(stream, self._comm.handle)
         self._follow(words, stream)
         self._submit(words, sheet.end)

@@ -36,8 +36,7 @@ class EndSheet(WordSheet):
         for peer in peers:
             self.write_epoch(slot.credit_out[peer])
         self.mark_done()
-        self.end_batch()
-        (self.batch,) = self.close()
+        self.batch = self.end_batch()
 
 
 class QuickTrade(QuickOperation):

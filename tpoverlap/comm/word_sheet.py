@@ -25,79 +25,79 @@ from tpoverlap.memory.driver import (
 _WORDS: Final = OPERATION_BYTES // 8
 _ADDRESS, _VALUE = 1, 2  # 64-bit words of one operation
 
+_Place = tuple[memoryview, int]
+"""A batch in 64-bit words, and one of them."""
+
 
 class WordSheet:
-    """Collect operations in the order of each batch, end each batch, `close`; then `fill` and submit, use after use."""
+    """Collect operations and end batches; then, use after use, `fill` and submit them."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int, int, int]] = []
-        self._cuts: list[int] = [0]
-        # Positions, in 64-bit words of the buffer, by what goes there.
-        self._epochs: list[int] = []
-        self._dues: list[int] = []
-        self._records: list[int] = []
-        self._digests: list[int] = []
-        self._descriptors: list[tuple[int, int]] = []
-        self._mark = 0
+        self.fits = True
+        """Whether the driver takes each batch in one call."""
+        self._rows: list[tuple[int, int, int]] = []  # of the batch that is being collected: kind, address, flags
+        self._fields: list[tuple[list[_Place], int]] = []
+        self._sums: list[tuple[list[tuple[memoryview, int, int]], int, int]] = []
+        # Places by what goes there, in the end plus a number.
+        self._epochs: list[_Place] = []
+        self._dues: list[_Place] = []
+        self._records: list[_Place] = []
+        self._digests: list[_Place] = []
+        self._mark_addresses: list[_Place] = []
+        self._mark_values: list[_Place] = []
+        self._descriptors: list[tuple[memoryview, int, int]] = []
 
     # -- once ----------------------------------------------------------------------------------------------------
 
     def write_epoch(self, address: int) -> None:
         """Collect: the word at ``address`` becomes the epoch. An arrival flag, or a credit."""
-        self._epochs.append(self._row(WRITE_32, address, WRITE_ORDERED) + _VALUE)
+        self._fields.append((self._epochs, self._row(WRITE_32, address, WRITE_ORDERED) + _VALUE))
 
     def wait_epoch(self, address: int) -> None:
         """Collect: wait until the word at ``address`` has reached the epoch. An arrival flag."""
-        self._epochs.append(self._row(WAIT_32, address, WAIT_GEQ) + _VALUE)
+        self._fields.append((self._epochs, self._row(WAIT_32, address, WAIT_GEQ) + _VALUE))
 
     def wait_due(self, address: int) -> None:
         """Collect: wait until the word at ``address`` has reached the epoch of the slot's last use. A credit."""
-        self._dues.append(self._row(WAIT_32, address, WAIT_GEQ) + _VALUE)
+        self._fields.append((self._dues, self._row(WAIT_32, address, WAIT_GEQ) + _VALUE))
 
     def publish(self, ring: int) -> None:
         """Collect: the operation's descriptor goes to the ring at ``ring``, digest first."""
         for at, values in ((8, self._digests), (0, self._records)):
-            row = self._row(WRITE_64, 0, WRITE_ORDERED)
-            self._descriptors.append((row + _ADDRESS, ring + at))
-            values.append(row + _VALUE)
+            self._descriptor(self._row(WRITE_64, 0, WRITE_ORDERED), ring + at, values)
 
     def expect(self, ring: int) -> None:
         """Collect: wait until the ring at ``ring`` has the same descriptor."""
         for at, values in ((0, self._records), (8, self._digests)):
-            row = self._row(WAIT_64, 0, WAIT_EQ)
-            self._descriptors.append((row + _ADDRESS, ring + at))
-            values.append(row + _VALUE)
+            self._descriptor(self._row(WAIT_64, 0, WAIT_EQ), ring + at, values)
+
+    def _descriptor(self, row: int, word: int, values: list[_Place]) -> None:
+        self._sums.append((self._descriptors, row + _ADDRESS, word))
+        self._fields.append((values, row + _VALUE))
 
     def mark_done(self) -> None:
-        """Collect: the host's word. Once a sheet."""
-        self._mark = self._row(WRITE_32, 0, WRITE_ORDERED)
+        """Collect: the host's word."""
+        row = self._row(WRITE_32, 0, WRITE_ORDERED)
+        self._fields += [(self._mark_addresses, row + _ADDRESS), (self._mark_values, row + _VALUE)]
 
     def _row(self, kind: int, address: int, flags: int) -> int:
-        self._rows.append((kind, address, 0, flags, 0))
+        self._rows.append((kind, address, flags))
         return _WORDS * (len(self._rows) - 1)
 
-    def end_batch(self) -> int:
-        """What was collected since the last one is a batch: its number."""
-        self._cuts.append(len(self._rows))
-        return len(self._cuts) - 2
-
-    @property
-    def fits(self) -> bool:
-        """Whether the driver takes each batch in one call."""
-        return all(stop - start <= MAX_OPERATIONS for start, stop in zip(self._cuts, self._cuts[1:], strict=False))
-
-    def close(self) -> list[MemoryOperations]:
-        """The batches. They stay where they are."""
-        buffer = memoryview(bytearray(len(self._rows) * OPERATION_BYTES))
-        for number, row in enumerate(self._rows):
-            PACK.pack_into(buffer, number * OPERATION_BYTES, *row)
-        self._words = buffer.cast("Q")
-        batches = []
-        for start, stop in zip(self._cuts, self._cuts[1:], strict=False):
-            batch = MemoryOperations(buffer[start * OPERATION_BYTES : stop * OPERATION_BYTES])
-            batch.count = stop - start
-            batches.append(batch)
-        return batches
+    def end_batch(self) -> MemoryOperations:
+        """What was collected since the last one is a batch."""
+        batch = MemoryOperations(len(self._rows))
+        batch.count = len(self._rows)
+        self.fits = self.fits and batch.count <= MAX_OPERATIONS
+        for number, (kind, address, flags) in enumerate(self._rows):
+            PACK.pack_into(batch.buffer, number * OPERATION_BYTES, kind, address, 0, flags, 0)
+        words = memoryview(batch.buffer).cast("Q")
+        for places, position in self._fields:
+            places.append((words, position))
+        for sums, position, number in self._sums:
+            sums.append((words, position, number))
+        self._rows, self._fields, self._sums = [], [], []
+        return batch
 
     # -- each use ------------------------------------------------------------------------------------------------
 
@@ -116,16 +116,17 @@ class WordSheet:
         Args:
             mark_address, mark_value: of the host's word.
         """
-        words = self._words
-        for position in self._epochs:
+        for words, position in self._epochs:
             words[position] = epoch
-        for position in self._dues:
+        for words, position in self._dues:
             words[position] = due
-        for position, ring in self._descriptors:
+        for words, position, ring in self._descriptors:
             words[position] = ring + descriptor_offset
-        for position in self._records:
+        for words, position in self._records:
             words[position] = record
-        for position in self._digests:
+        for words, position in self._digests:
             words[position] = digest
-        words[self._mark + _ADDRESS] = mark_address
-        words[self._mark + _VALUE] = mark_value
+        for words, position in self._mark_addresses:
+            words[position] = mark_address
+        for words, position in self._mark_values:
+            words[position] = mark_value

@@ -128,17 +128,14 @@ class MemoryOperations:
     """Stream memory operations in the driver's own layout, collected for one call.
 
     Attributes:
-        buffer: entries of `OPERATION_BYTES`; the first ``count`` count.
+        buffer: room for entries of `OPERATION_BYTES`; the first ``count`` count.
         address: where ``buffer`` lies; it never moves.
-
-    Args:
-        buffer: None: one with room for `MAX_OPERATIONS`.
     """
 
     __slots__ = ("_pinned", "address", "buffer", "count")
 
-    def __init__(self, buffer: bytearray | memoryview | None = None) -> None:
-        self.buffer = bytearray(MAX_OPERATIONS * OPERATION_BYTES) if buffer is None else buffer
+    def __init__(self, room: int = MAX_OPERATIONS) -> None:
+        self.buffer = bytearray(room * OPERATION_BYTES)
         self._pinned = ctypes.c_char.from_buffer(self.buffer)  # a bytearray with an exported buffer cannot be resized
         self.address = ctypes.addressof(self._pinned)
         self.count = 0

@@ -23,11 +23,11 @@ ReadGathered = Callable[[torch.Tensor], None]
 class PendingGather:
     """An all-gather under way; other operations may run between `start` and `read`.
 
-    Use as a context manager; leaving it finishes the operation.
+    Use as a context manager; leaving it finishes the operation. Not ``quickly``: that it cannot is known already.
     """
 
-    def __init__(self, context: OperationContext, x_shard_t: torch.Tensor) -> None:
-        self._context = context
+    def __init__(self, context: OperationContext, x_shard_t: torch.Tensor, *, quickly: bool = True) -> None:
+        self._context, self._quickly = context, quickly
         self._x_shard_t = x_shard_t
         self._waited = False
         self._quick: QuickGather | None = None  # does all of it, if it can
@@ -35,7 +35,7 @@ class PendingGather:
     def __enter__(self) -> PendingGather | QuickGather:
         context = self._context
         at_once = context.method == "sequential"
-        if not at_once:
+        if self._quickly and not at_once:
             self._quick = quick_ring.open_gather(context, self._x_shard_t)
             if self._quick is not None:
                 return self._quick

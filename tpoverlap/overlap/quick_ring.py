@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 
 from tpoverlap.comm import sum_in_rank_order
-from tpoverlap.comm.quick_ring import Form, QuickRing, Turn, groups
+from tpoverlap.comm.quick_ring import QuickRing, Turn
+from tpoverlap.comm.ring_sheet import Form, groups
 from tpoverlap.comm.transport import DeviceTransport
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap.context import OperationContext
@@ -120,7 +121,7 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
         if slot.sheet.start is not None:
             ring.start(turn)
         for number, (start, stop) in enumerate(plan.rows):
-            gemm.rows(start, stop, summand.narrow(0, start, stop - start))
+            gemm.rows(start, stop, summand[start:stop])
             ring.send(turn, number, address)
         own = context.own_rows
         if ring.form.waits == "piece":
@@ -128,7 +129,7 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
                 ring.wait(turn, group)
                 for first, start, stop in pieces:
                     received = ring.region.view(ring.rank, epoch, first, (stop - start, out.shape[1]), ring.dtype)
-                    gemm.rows_added(start, stop, received, out.narrow(0, start - own.start, stop - start))
+                    gemm.rows_added(start, stop, received, out[start - own.start : stop - own.start])
         else:
             own_partial = summand[own]
             gemm.rows(own.start, own.stop, own_partial, owned=True)
@@ -243,8 +244,13 @@ def _add_blocks(
     count, width = own_partial.shape
     if count == 0:
         return
-    received = ring.region.view(ring.rank, epoch, 0, (ring.num_peers, count, width), ring.dtype).unbind(0)
-    blocks = [*received[: ring.rank], own_partial, *received[ring.rank :]]
+    rank, view = ring.rank, ring.region.view
+    if ring.num_peers == 1:  # a view that is kept, instead of a new one
+        peers = view(rank, epoch, 0, (count, width), ring.dtype)
+        blocks = [own_partial, peers] if rank == 0 else [peers, own_partial]
+    else:
+        received = view(rank, epoch, 0, (ring.num_peers, count, width), ring.dtype).unbind(0)
+        blocks = [*received[:rank], own_partial, *received[rank:]]
     if packed_format is None:
         sum_in_rank_order(blocks, out)
     else:
@@ -254,14 +260,14 @@ def _add_blocks(
 def _bulk_ring(context: OperationContext, *, scatter: bool) -> QuickRing | None:
     plans, key = context.plans, "bulk scatter" if scatter else "bulk gather"
     if key not in plans:
-        plans[key] = _new_ring(context, None, Form(scatter, False, not scatter, "all"))
+        plans[key] = _new_ring(context, None, Form(scatter, "beside", own=not scatter))
     found: QuickRing | None = plans[key]
     return found
 
 
 def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather | None:
     piece_rows = gather_piece_rows(context.partition, context.width, context.dtype.itemsize)
-    ring = None if context.config.aggregate else _new_ring(context, piece_rows, Form(False, False, own, "step"))
+    ring = None if context.config.aggregate else _new_ring(context, piece_rows, Form(False, "beside", own, "step"))
     plan = None
     if ring is not None:
         by_piece = None
@@ -275,7 +281,7 @@ def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather
 
 def _new_scatter(context: OperationContext, row_bytes: int) -> RingScatter | None:
     piece_rows = scatter_piece_rows(context.partition, context.width, context.dtype.itemsize, row_bytes)
-    ring, plan = _new_ring(context, piece_rows, Form(True, True, False, "all")), None
+    ring, plan = _new_ring(context, piece_rows, Form(True, "behind")), None
     if ring is not None:
         by_piece = None
         if piece_rows is not None:
@@ -291,7 +297,7 @@ def _new_ring(context: OperationContext, piece_rows: int | None, form: Form) -> 
     channel = context.channel
     if channel is None or not context.config.use_ce or not isinstance(channel.transport, DeviceTransport):
         return None
-    outline = context.outline(piece_rows, scatter=form.scatter, order="behind" if form.behind else "beside")
+    outline = context.outline(piece_rows, scatter=form.scatter, order=form.order)
     own = context.own_rows
     base_row = 0 if form.scatter else own.start
     first, elements = own.start * context.width, (own.stop - own.start) * context.width

@@ -69,7 +69,10 @@ def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work
         quickly = sequential.gather_quickly if context.method == "sequential" else quick_ring.gather_beside
         if quickly(context, x_shard_t, work, read_gathered):
             return
-    with open_gather(context, x_shard_t) as gather:
+        opened = _gather(context, x_shard_t, quickly=False)
+    else:
+        opened = open_gather(context, x_shard_t)
+    with opened as gather:
         gather.run_beside(work)
         gather.read(read_gathered)
 
@@ -128,7 +131,9 @@ def _named_gather(context: OperationContext, x_shard_t: torch.Tensor) -> Iterato
         yield gather
 
 
-def _gather(context: OperationContext, x_shard_t: torch.Tensor) -> AbstractContextManager[Gather]:
+def _gather(
+    context: OperationContext, x_shard_t: torch.Tensor, *, quickly: bool = True
+) -> AbstractContextManager[Gather]:
     if context.method == "sequential" and not context.uses_buffers:
         return _DoneGather(context, x_shard_t)
-    return bulk.PendingGather(context, x_shard_t)
+    return bulk.PendingGather(context, x_shard_t, quickly=quickly)
