@@ -111,7 +111,10 @@ class PartialGemm:
     @property
     def operand_row_bytes(self) -> int:
         """Of a row of all left operands together."""
-        return sum([left.shape[1] * left.element_size() for left in self.lefts])
+        total = 0
+        for left in self.lefts:
+            total += left.shape[1] * left.element_size()
+        return total
 
     @property
     def is_plain(self) -> bool:
