@@ -102,7 +102,7 @@ class QuickRing(QuickOperation):
         """Made when it is first used."""
         addresses, itemsize = self._signals.slot_addresses(self.region, number), self.dtype.itemsize
         sheet = self._sheets.at(self._signals, self.region.name, number, addresses, self.form, self.steps)
-        transfers = [transfer for step in self.steps for transfer in step.sends]
+        transfers = [] if self._at_once else [transfer for step in self.steps for transfer in step.sends]
         sends = []
         for (before, follows, batch), transfer in zip(sheet.sends, transfers, strict=True):
             _, _, peer, _, start, stop, element, col_start, col_stop = transfer

@@ -19,6 +19,7 @@ are compared before the caller's stream goes on, and an unequal one stops it (do
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -32,10 +33,16 @@ from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.triton.launcher import GemmLauncher
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.fused_blocks import Slots, gather_rows, scatter_rows
+from tpoverlap.overlap.quick_ring import launch_ring
 
 RESERVED_PROGRAMS: Final = 16
 _PIECE_ROWS: Final = 128
 """Rows that one flag stands for: as many as the largest tile has."""
+
+
+Work = Callable[[], object]
+View = Callable[[int, tuple[int, ...]], torch.Tensor]
+"""(first element, shape) of a part of the local slot."""
 
 
 class InKernel(Copier):
@@ -54,17 +61,25 @@ def all_gather(
     """Nobody else reads the gathered rows, and there is at least one matrix."""
     width = context.width
     rows = gather_rows(context.partition.counts, width, context.rank, _PIECE_ROWS)
-    with context.open_gather(order="at_once") as exchange:
-        assert isinstance(exchange, OneSidedExchange), "checked before"
+
+    def prepared(view: View) -> list[Work]:
         slot, epoch = slots.at(context.region)
-        pushes, launches = bool(rows.pushes), []
+        pushes = bool(rows.pushes)
+        launches: list[Work] = []
         for matrix, bias, out, scaling in zip(gemm.matrices, gemm.biases, gemm.outs, gemm.scalings, strict=True):
             launches.append(
                 launcher.gathered_rows(
-                    rows, x_shard_t, slot, exchange.view, matrix, bias, out, epoch, pushes=pushes, scaling=scaling
+                    rows, x_shard_t, slot, view, matrix, bias, out, epoch, pushes=pushes, scaling=scaling
                 )
             )
             pushes = False  # the first kernel's programs send; those of the others find the flags set
+        return launches
+
+    if _quickly(context, prepared, scatter=False):
+        return
+    with context.open_gather(order="at_once") as exchange:
+        assert isinstance(exchange, OneSidedExchange), "checked before"
+        launches = prepared(exchange.view)
         if not _credits_on_the_callers_stream(exchange, context.channel):
             _wait_for_credits(exchange, x_shard_t, rows.own.start, launcher)
         if exchange.hands_out_slot:
@@ -79,13 +94,40 @@ def reduce_scatter(
 ) -> None:
     """See `registry.gemm_then_scatter`."""
     rows = scatter_rows(context.partition.counts, context.width, context.rank, _PIECE_ROWS)
+
+    def prepared(view: View) -> list[Work]:
+        slot, epoch = slots.at(context.region)
+        return [launcher.scatter_rows(rows, gemm, out, slot, epoch)]
+
+    if _quickly(context, prepared, scatter=True):
+        return
     with context.open_scatter(order="at_once") as exchange:
         assert isinstance(exchange, OneSidedExchange), "checked before"
-        slot, epoch = slots.at(context.region)
-        launch = launcher.scatter_rows(rows, gemm, out, slot, epoch)
+        (launch,) = prepared(exchange.view)
         if not _credits_on_the_callers_stream(exchange, context.channel):
             _wait_for_credits(exchange, out[:0], 0, launcher)
         exchange.run(exchange.caller, launch, "gemm", 0)
+
+
+def _quickly(context: OperationContext, prepared: Callable[[View], list[Work]], *, scatter: bool) -> bool:
+    """The same in few calls of Python. False: it is out of the ordinary, and nothing was done."""
+    ring = launch_ring(context, scatter=scatter)
+    turn = None if ring is None else ring.open()
+    if ring is None or turn is None:
+        return False
+    try:
+        region, rank, epoch, dtype = ring.region, ring.rank, turn[1], ring.dtype
+        launches = prepared(lambda first, shape: region.view(rank, epoch, first, shape, dtype))
+        ring.start(turn)
+        for launch in launches:
+            launch()
+        ring.end(turn)
+    except BaseException as error:
+        ring.fail(error, turn)
+        raise
+    finally:
+        ring.leave()
+    return True
 
 
 def _credits_on_the_callers_stream(exchange: OneSidedExchange, channel: Channel | None) -> bool:

@@ -257,6 +257,15 @@ def _add_blocks(
         sum_blocks(blocks, out, packed_format)
 
 
+def launch_ring(context: OperationContext, *, scatter: bool) -> QuickRing | None:
+    """For an operation whose rows a kernel on the caller's stream moves, without a comm stream."""
+    plans, key = context.plans, "launch scatter" if scatter else "launch gather"
+    if key not in plans:
+        plans[key] = _new_ring(context, None, Form(scatter, "at_once", waits="none"))
+    found: QuickRing | None = plans[key]
+    return found
+
+
 def _bulk_ring(context: OperationContext, *, scatter: bool) -> QuickRing | None:
     plans, key = context.plans, "bulk scatter" if scatter else "bulk gather"
     if key not in plans:
