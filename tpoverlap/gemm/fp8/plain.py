@@ -67,6 +67,12 @@ class PlainOperations:
         scale = scale_of(maxima.amax().reshape(1, 1), rule)
         return *self.quantize(x, scale, rule.dtype, transposes), scale
 
+    def quantize_local(
+        self, x: torch.Tensor, rule: ScaleRule, transposes: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """As `quantize_by_maxima`, by the magnitudes of ``x`` itself."""
+        return self.quantize_by_maxima(x, self.maxima(x), rule, transposes)
+
     def quantize(
         self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transposes: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

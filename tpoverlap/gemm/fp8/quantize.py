@@ -24,6 +24,7 @@ __all__ = [
     "pack_rows",
     "quantize",
     "quantize_by_maxima",
+    "quantize_local",
     "quantize_rows",
     "scale_of",
     "tensor_amax",
@@ -42,9 +43,9 @@ def operations_on(device: torch.device) -> PlainOperations | KernelOperations:
     return KernelOperations(device) if device.type == "cuda" else PlainOperations()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class QuantizedTensor:
-    """A [rows, columns] tensor in FP8.
+    """A [rows, columns] tensor in FP8. Nobody changes one; that it were frozen would cost each one a call a field.
 
     Attributes:
         data: float8, [rows, columns], contiguous.
@@ -130,6 +131,12 @@ def quantize_by_maxima(
 ) -> QuantizedTensor:
     """``x`` [rows, columns] under the scale of the largest of ``maxima``: its own, or those of all ranks."""
     data, columns, scale = operations_on(x.device).quantize_by_maxima(x, maxima, rule, transposes)
+    return QuantizedTensor(data, scale, x.dtype, columns)
+
+
+def quantize_local(x: torch.Tensor, rule: ScaleRule, *, transposes: bool = False) -> QuantizedTensor:
+    """``x`` [rows, columns] under a scale of its own: `quantize_by_maxima` of its `tensor_maxima`."""
+    data, columns, scale = operations_on(x.device).quantize_local(x, rule, transposes)
     return QuantizedTensor(data, scale, x.dtype, columns)
 
 
