@@ -33,7 +33,15 @@ from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.bench.compute_only import Resident, without_collectives
 
 PACKAGE = str(Path(tpo.__file__).parent)
-NOT_COUNTED = ("comm", "overlap", "memory", "gemm/tasks.py", "gemm/fp8/scaled_tasks.py", "gemm/fp8/scaled_mm.py")
+NOT_COUNTED = (
+    "comm",
+    "overlap",
+    "memory",
+    "testing",
+    "gemm/tasks.py",
+    "gemm/fp8/scaled_tasks.py",
+    "gemm/fp8/scaled_mm.py",
+)
 """Transfers and GEMMs: their calls have tests of their own."""
 LABELS = ("with operations", "compute only")
 
@@ -46,7 +54,7 @@ class HostCalls:
         python: Python functions that were called, but for those of `NOT_COUNTED`.
         c: C functions that the others, and torch, called.
         launches: of kernels.
-        places: C calls by function, and Python calls by file and function.
+        places: Python calls by file and function, C calls by function and who calls it.
     """
 
     python: int
@@ -147,7 +155,7 @@ def _profiled(step: Callable[[], object], driver: NullKernelDriver) -> HostCalls
             return
         events[event] += 1
         place = f"{'/'.join(file.split('/')[-2:])}:{code.co_qualname}"
-        places[place if event == "call" else f"C {argument.__qualname__}"] += 1
+        places[place if event == "call" else f"{argument.__qualname__} by {place}"] += 1
 
     sys.setprofile(profile)
     try:

@@ -76,6 +76,7 @@ class Fp8State(torch.nn.Module):
         self.weight, self.grad = torch.nn.ModuleList(weights), torch.nn.ModuleList(grads)
         self._by_role = self._quantizers()
         self._cache: dict[int, tuple[weakref.ref[torch.Tensor], int, QuantizedWeight]] = {}
+        self._accepted: tuple[weakref.ref[object], list[torch.Size]] | None = None
 
     def _quantizers(self) -> dict[str, list[Quantizer]]:
         """Beside the modules: they are asked for several times an operation, and a module's own look-up is slow."""
@@ -96,25 +97,36 @@ class Fp8State(torch.nn.Module):
 
         ``transposes``: both orientations are needed, so they are made in one pass.
         """
+        if not self.cache_weights:
+            return self._quantize_weight(index, weight, transposes)
         found = self._cache.get(index)
         version = -1 if weight.is_inference() else weight._version  # inference tensors count no versions
         if found is not None and found[0]() is weight and found[1] == version and version >= 0:
             return found[2]
-        made = self._quantize_weight(index, weight.detach(), transposes)
-        if (
-            self.cache_weights and not torch.is_inference_mode_enabled()
-        ):  # what is made there cannot be saved for backward
+        made = self._quantize_weight(index, weight, transposes)
+        if not torch.is_inference_mode_enabled():  # what is made there cannot be saved for backward
             self._cache[index] = (weakref.ref(weight), version, made)
         return made
 
     def _quantize_weight(self, index: int, weight: torch.Tensor, transposes: bool) -> QuantizedWeight:
-        quantizer = self.quantizer("weight", index)
+        quantizer = self._by_role["weight"][index]
+        if torch.is_grad_enabled() or quantizer.is_rowwise:  # it is kept, or its quantisation would be recorded
+            weight = weight.detach()
         quantised = quantizer.local(weight, record=self.training, transposes=transposes)
         return QuantizedWeight(quantised, (quantizer, weight) if quantizer.is_rowwise else None)
 
     def quantizer(self, role: str, index: int = 0) -> Quantizer:
         """The quantizer of the input, or of weight or output gradient ``index``."""
         return self._by_role[role][index]
+
+    def is_accepted(self, manager: object, shapes: list[torch.Size]) -> bool:
+        """Whether `accept` was called last with the same: then what it stands for need not be checked again."""
+        accepted = self._accepted
+        return accepted is not None and accepted[0]() is manager and accepted[1] == shapes
+
+    def accept(self, manager: object, shapes: list[torch.Size]) -> None:
+        """Weights of these shapes under ``manager`` were found to be fine."""
+        self._accepted = weakref.ref(manager), shapes
 
     def forget_weights(self) -> None:
         """Quantise the weights again in the next forward: after writing them through ``.data``."""
@@ -131,13 +143,13 @@ class Fp8State(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Pickled without cached weights (weak references cannot be)."""
-        state = {**super().__getstate__(), "_cache": {}}  # type: ignore[no-untyped-call]
+        state = {**super().__getstate__(), "_cache": {}, "_accepted": None}  # type: ignore[no-untyped-call]
         del state["_by_role"]
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Also what an older version pickled."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__({"_accepted": None, **state})  # type: ignore[no-untyped-call]
         self._by_role = self._quantizers()
 
     def extra_repr(self) -> str:

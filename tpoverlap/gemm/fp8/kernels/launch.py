@@ -160,11 +160,11 @@ class KernelOperations:
         )
         return data, transposed
 
-    def transpose(self, data: torch.Tensor) -> torch.Tensor:
+    def transpose(self, data: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As the twin's, in one launch."""
         data, num_rows, width, pitch, unit, address = _source(data)
         padded_units = -(-num_rows // ALIGNMENT)
-        made = data.new_empty(width, padded_units * ALIGNMENT)
+        made = data.new_empty(width, padded_units * ALIGNMENT, dtype=dtype)
         tiles = -(-num_rows // _TILE_ROWS) * -(-width // _TILE_COLUMNS)
         if tiles == 0:
             return made
