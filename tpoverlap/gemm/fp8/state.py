@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,36 +97,35 @@ class Fp8State(torch.nn.Module):
 
         ``transposes``: both orientations are needed, so they are made in one pass.
         """
-        if not self.cache_weights:
-            return self._quantize_weight(index, weight, transposes)
-        found = self._cache.get(index)
-        version = -1 if weight.is_inference() else weight._version  # inference tensors count no versions
-        if found is not None and found[0]() is weight and found[1] == version and version >= 0:
-            return found[2]
-        made = self._quantize_weight(index, weight, transposes)
-        if not torch.is_inference_mode_enabled():  # what is made there cannot be saved for backward
+        caches = self.cache_weights
+        if caches:
+            found = self._cache.get(index)
+            version = -1 if weight.is_inference() else weight._version  # inference tensors count no versions
+            if found is not None and found[0]() is weight and found[1] == version and version >= 0:
+                return found[2]
+        quantizer, source = self._by_role["weight"][index], weight
+        if torch.is_grad_enabled() or quantizer.is_rowwise:  # its quantisation would be recorded, or it is kept
+            source = weight.detach()
+        quantised = quantizer.local(source, record=self.training, transposes=transposes)
+        made = QuantizedWeight(quantised, (quantizer, source) if quantizer.is_rowwise else None)
+        if caches and not torch.is_inference_mode_enabled():  # what is made there cannot be saved for backward
             self._cache[index] = (weakref.ref(weight), version, made)
         return made
-
-    def _quantize_weight(self, index: int, weight: torch.Tensor, transposes: bool) -> QuantizedWeight:
-        quantizer = self._by_role["weight"][index]
-        if torch.is_grad_enabled() or quantizer.is_rowwise:  # it is kept, or its quantisation would be recorded
-            weight = weight.detach()
-        quantised = quantizer.local(weight, record=self.training, transposes=transposes)
-        return QuantizedWeight(quantised, (quantizer, weight) if quantizer.is_rowwise else None)
 
     def quantizer(self, role: str, index: int = 0) -> Quantizer:
         """The quantizer of the input, or of weight or output gradient ``index``."""
         return self._by_role[role][index]
 
-    def is_accepted(self, manager: object, shapes: list[torch.Size]) -> bool:
-        """Whether `accept` was called last with the same: then what it stands for need not be checked again."""
+    def is_accepted(self, manager: object, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether `accept` was called last with this manager and weights of these shapes."""
         accepted = self._accepted
-        return accepted is not None and accepted[0]() is manager and accepted[1] == shapes
+        if accepted is None or accepted[0]() is not manager:
+            return False
+        return [weight.shape for weight in weights] == accepted[1]
 
-    def accept(self, manager: object, shapes: list[torch.Size]) -> None:
-        """Weights of these shapes under ``manager`` were found to be fine."""
-        self._accepted = weakref.ref(manager), shapes
+    def accept(self, manager: object, weights: Sequence[torch.Tensor]) -> None:
+        """What depends on the manager and on the weights' shapes alone was checked, and need not be again."""
+        self._accepted = weakref.ref(manager), [weight.shape for weight in weights]
 
     def forget_weights(self) -> None:
         """Quantise the weights again in the next forward: after writing them through ``.data``."""

@@ -31,12 +31,11 @@ def require_fp8_gemm(
         ActiveShapeError: K or an N is not a multiple of 16, or the input lies in the communication buffer.
     """
     manager = layer.manager
-    shapes = [weight.shape for weight in weights]  # the input has their K: `require_matmul`
-    if not isinstance(fp8, Fp8State) or not fp8.is_accepted(manager, shapes):
+    if not isinstance(fp8, Fp8State) or not fp8.is_accepted(manager, weights):
         _require_fits(layer, fp8, x, weights)
-        fp8.accept(manager, shapes)
+        fp8.accept(manager, weights)
     channel = manager.channel
-    if channel is not None and x.numel() and channel.holds(x):
+    if channel is not None and channel.holds(x) and x.numel():  # an empty one may be a view of the buffer
         raise ActiveShapeError(
             f"{layer.name}: an FP8 layer cannot take an input that lies in the communication buffer, where peers "
             "are about to write FP8 rows; clone it"

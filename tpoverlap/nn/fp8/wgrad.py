@@ -51,7 +51,7 @@ class GatheredOperand(WgradOperand):
     def __init__(
         self, gathered: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, wide_dtype: torch.dtype
     ) -> None:
-        super().__init__(None)
+        self._tensor = self._columns = self._wide = None  # not by a call
         self._gathered, self._dtype, self._scale, self._wide_dtype = gathered, dtype, scale, wide_dtype
 
     @property
