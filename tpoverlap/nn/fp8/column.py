@@ -15,8 +15,9 @@ scales      of q(x): see `tpoverlap.overlap.fp8`     one float32 a rank (or a ro
                                                                                        none in backward
 ==========  =======================================  ================================  ================================
 
-Saved: the shard q(x) [T_r, K] in FP8 with the scale of the gathered tensor, and q(W_i)^T of the forward's version. T16
-is T rounded up to a multiple of 16 by zeros, in wgrad's operands only. Never a view of a shared buffer.
+Saved: the bytes of the shard q(x) [T_r, K], as they are sent again, with the scale of the gathered tensor, and q(W_i)^T
+of the forward's version. T16 is T rounded up to a multiple of 16 by zeros, in wgrad's operands only. Never a view of a
+shared buffer.
 `LayerView`'s options (``save_gathered``, ``main_grad``, delayed wgrad) mean what they mean in `tpoverlap.nn.column`.
 """
 
