@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import io
 import math
+import pickle
 
 import pytest
 import torch
