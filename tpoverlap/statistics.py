@@ -25,7 +25,7 @@ class NameStatistics:
         self.tokens += num_tokens
         self.overflow += overflow
         bucket = -(-num_tokens * NUM_BUCKETS // self.max_tokens) - 1
-        self._histogram[min(bucket, NUM_BUCKETS)] += 1
+        self._histogram[bucket if bucket < NUM_BUCKETS else NUM_BUCKETS] += 1
 
     def as_dict(self) -> dict[str, int]:
         """Flat: calls, calls a method, sequential and overflow counts, tokens, and one count a bucket of T."""

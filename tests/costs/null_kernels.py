@@ -98,7 +98,8 @@ def ptx_of(name: str, types: Sequence[str]) -> str:
         if kind.startswith("tensordesc"):
             declared += [".align 64 .b8 {}[128]", ".u32 {}", ".u32 {}", ".u64 {}", ".u64 {}"]
         else:
-            declared.append({"*": ".u64 .ptr .global .align 1 {}", "i": f".u{kind[1:]} {{}}"}[kind[0]])
+            known = {"*": ".u64 .ptr .global .align 1 {}", "i": f".u{kind[1:]} {{}}", "f": f".f{kind[2:]} {{}}"}
+            declared.append(known[kind[0]])
     declared += [".u64 .ptr .global .align 1 {}"] * 2
     lines = [f"\t.param {text.format(f'{name}_param_{number}')}" for number, text in enumerate(declared)]
     return f".visible .entry {name}(\n" + ",\n".join(lines) + "\n)\n{ ret; }"

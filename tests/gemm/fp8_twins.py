@@ -103,6 +103,12 @@ def quantised(case: Case) -> None:
         assert (columns is None) == (twin_columns is None) == (not transposes)
         if columns is not None and twin_columns is not None:
             case.same_fp8(columns, twin_columns, f"{what} transposed")
+        for one, other in zip(
+            case.kernels.quantize_local(shown, rule, transposes), (data, columns, scale), strict=True
+        ):
+            assert one is None is other or (one is not None and other is not None), what
+            if one is not None and other is not None:
+                (case.same_fp8 if one.dtype.itemsize == 1 else case.same)(one, other.cpu(), f"{what} in one")
         given = torch.full((1, 1), 0.37)
         data, _ = case.kernels.quantize(shown, case.put(given), dtype, False)
         case.same_fp8(data, case.plain.quantize(x, given, dtype, False)[0], f"{what} given scale")

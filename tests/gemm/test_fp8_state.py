@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -206,6 +207,21 @@ def test_pickles_of_a_version_without_the_quantizers_by_role() -> None:
     other = Fp8State.__new__(Fp8State)
     other.__setstate__(older)
     assert [other.quantizer("grad", index) for index in range(2)] == list(state.grad)
+
+
+def test_what_was_checked_is_for_one_manager_and_these_shapes() -> None:
+    class Manager:
+        """Anything that can be referred to weakly."""
+
+    state, manager, other = Fp8State(num_weights=2), Manager(), Manager()
+    weights = [torch.zeros(32, 16), torch.zeros(48, 16)]
+    assert not state.is_accepted(manager, weights)
+    state.accept(manager, weights)
+    assert state.is_accepted(manager, [torch.ones(32, 16), weights[1]]), "another weight of that shape"
+    assert not state.is_accepted(other, weights)
+    assert not state.is_accepted(manager, weights[:1]) and not state.is_accepted(manager, weights[::-1])
+    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert not copied.is_accepted(manager, weights)
 
 
 def test_the_same_numbers_are_the_same_recipe() -> None:

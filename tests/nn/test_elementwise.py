@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -171,6 +172,39 @@ def test_a_binary_is_made_once_and_takes_addresses() -> None:
     assert (len(function.compiling), len(function.direct)) == (5, 2), "no rows, no launch"
     with pytest.raises(OverflowError, match="cut the rows"):
         DirectKernel(lambda: None, 4).launch(1 << 31, (x,), (1,), ())
+
+
+class OnSecondGpu(torch.Tensor):
+    """Lies on a GPU, if one asks."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+def test_another_device_is_made_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, seen = [0], []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    def kernels_of(index: int) -> DirectKernels:
+        seen.append((index, current[-1]))
+        return DirectKernels(NullKernelDriver())
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(launch, "current_device", lambda: current[-1])
+    monkeypatch.setattr(launch, "direct_kernels", kernels_of)
+    function = FakeFunction()
+    kernel, x = DirectKernel(function, num_warps=4), torch.zeros(64).as_subclass(OnSecondGpu)
+    for rows in (3, 5):
+        kernel.launch(rows, (x, x), (rows,), ("silu",))
+    assert seen == [(1, 1)] and current == [0], "that GPU's kernels, asked for once"
+    assert (len(function.compiling), len(function.direct)) == (1, 1)
+    kernel.launch(3, (torch.zeros(64),), (3,), ("silu",))
+    assert len(function.compiling) == 2, "a binary of one GPU is not another device's"
 
 
 def test_units() -> None:

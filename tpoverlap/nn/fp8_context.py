@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -78,7 +79,9 @@ class Fp8Slot(torch.nn.Module):
         recipe = autocast_recipe(self._own)
         if recipe is None:
             return None
-        if self.state is None or self.state.recipe != recipe:
+        state: Any = self._modules.get("state")  # as `self.state`, whose look-up is slow
+        if state is None or (state.recipe is not recipe and state.recipe != recipe):
             with torch.inference_mode(False):  # the first forward may be in that mode; its buffers are written later
-                self.state = Fp8State(recipe, 1, self._device).train(self.training)
-        return self.state
+                state = self.state = Fp8State(recipe, 1, self._device).train(self.training)
+        current: Fp8State = state
+        return current

@@ -175,7 +175,7 @@ def _apply(manager: UserBufferManager, function: type[torch.autograd.Function], 
         with torch.autocast(device_type, enabled=False):
             return _apply(manager, function, *arguments)
     if torch.is_grad_enabled():
-        for argument in arguments:
+        for argument in reversed(arguments):  # parameters come last, and nearly always train
             if isinstance(argument, torch.Tensor) and argument.requires_grad:
                 return apply(function, *arguments)
     return function.forward(_Unrecorded(len(arguments)), *arguments)  # `apply` costs as much as all checks together

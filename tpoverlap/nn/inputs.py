@@ -27,9 +27,9 @@ def as_layer(comm: Communicators, *, row: bool) -> LayerCommunicators:
     Raises:
         ConfigError: ``comm`` is something else, or communicates in the other direction.
     """
+    if isinstance(comm, LayerView):
+        return comm
     if isinstance(comm, LayerCommunicators):
-        if isinstance(comm, LayerView):
-            return comm
         return comm.manager.layer(comm.name, row=row)
     if isinstance(comm, CommOverlap):
         base, _, phase = comm.name.rpartition("_")

@@ -176,7 +176,9 @@ class MultiheadAttention(torch.nn.Module):
         )
         if rotary_pos_emb is not None:
             require_table(rotary_pos_emb, num_tokens, self.head_dim)
-        projection = self.layernorm_qkv if self.layernorm_qkv is not None else self.qkv
+        projection = self.layernorm_qkv
+        if projection is None:
+            projection = self.qkv  # type: ignore[assignment]  # the same call
         assert projection is not None, "one of the two was made"
         with agreeing_on(sequences.agreement):
             mixed = projection(hidden_states, partition)

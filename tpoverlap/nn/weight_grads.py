@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -59,15 +59,15 @@ class WeightGrads:
     Attributes:
         accumulate: add to ``main_grad``.
         delayed: the queue; None: at once.
+        needs_parameters: whether gradients are written to the parameters themselves.
     """
 
     accumulate: bool = False
     delayed: DelayedWork | None = None
+    needs_parameters: bool = field(init=False)
 
-    @property
-    def needs_parameters(self) -> bool:
-        """Whether gradients are written to the parameters themselves."""
-        return self.accumulate or self.delayed is not None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs_parameters", self.accumulate or self.delayed is not None)
 
     def require_target(self, name: str, weight: torch.Tensor) -> None:
         """Before a forward that will be differentiated: raise ConfigError unless ``main_grad`` fits."""

@@ -33,6 +33,8 @@ class Agreement:
 
     def value(self, *buffers: torch.Tensor) -> int:
         """The number, for a quantizer whose history is ``buffers``: that of the last write that was not `written`."""
+        if not buffers:
+            return self._value
         state = _state_of(buffers)
         if state != self._state and not _is_capturing(buffers):
             self._state, self._value = state, self._recipe_hash

@@ -67,6 +67,12 @@ class PlainOperations:
         scale = scale_of(maxima.amax().reshape(1, 1), rule)
         return *self.quantize(x, scale, rule.dtype, transposes), scale
 
+    def quantize_local(
+        self, x: torch.Tensor, rule: ScaleRule, transposes: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """As `quantize_by_maxima`, by the magnitudes of ``x`` itself."""
+        return self.quantize_by_maxima(x, self.maxima(x), rule, transposes)
+
     def quantize(
         self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transposes: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -74,13 +80,16 @@ class PlainOperations:
         data = _quantized(x, scale, dtype)
         return data, self.transpose(data) if transposes else None
 
-    def transpose(self, data: torch.Tensor) -> torch.Tensor:
-        """Float8 [rows, columns] as [columns, rows rounded up to a multiple of 16], padded with zeros, contiguous."""
+    def transpose(self, data: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Float8 [rows, columns] as [columns, rows rounded up to a multiple of 16], padded with zeros, contiguous.
+
+        ``dtype``: the format, of bytes that come as uint8.
+        """
         num_rows, width = data.shape
         made = data.new_empty(width, padded(num_rows), dtype=torch.uint8)
         made[:, :num_rows].copy_(data.view(torch.uint8).t())
         made[:, num_rows:].zero_()
-        return made.view(data.dtype)
+        return made.view(data.dtype if dtype is None else dtype)
 
     def quantize_rows(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row under its own scale: float8 [rows, columns], scales [rows, 1]."""

@@ -24,10 +24,12 @@ __all__ = [
     "pack_rows",
     "quantize",
     "quantize_by_maxima",
+    "quantize_local",
     "quantize_rows",
     "scale_of",
     "tensor_amax",
     "tensor_maxima",
+    "transposed_bytes",
     "unpack_rows",
 ]
 
@@ -42,9 +44,9 @@ def operations_on(device: torch.device) -> PlainOperations | KernelOperations:
     return KernelOperations(device) if device.type == "cuda" else PlainOperations()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class QuantizedTensor:
-    """A [rows, columns] tensor in FP8.
+    """A [rows, columns] tensor in FP8. Nobody changes one; that it were frozen would cost each one a call a field.
 
     Attributes:
         data: float8, [rows, columns], contiguous.
@@ -82,19 +84,25 @@ class QuantizedTensor:
 
         Per-tensor scales only: others would sit on columns.
         """
-        assert self.scale.numel() == 1, "row-wise scales do not survive a transposition"
-        columns = self.columns
-        if columns is None:
-            columns = operations_on(self.data.device).transpose(self.data)
-        return QuantizedTensor(columns, self.scale, self.dtype)
+        return QuantizedTensor(self._columns(), self.scale, self.dtype)
 
     def transposed(self) -> QuantizedTensor:
         """The transposed tensor, its bytes contiguous. Of a weight, whose rows are a multiple of 16, nothing is cut."""
-        whole = self.padded_transposed()
-        num_rows = self.data.shape[0]
-        if whole.data.shape[1] == num_rows:
-            return whole
-        return QuantizedTensor(whole.data[:, :num_rows].contiguous(), whole.scale, whole.dtype)
+        columns, num_rows = self._columns(), self.data.shape[0]
+        if columns.shape[1] != num_rows:
+            columns = columns[:, :num_rows].contiguous()
+        return QuantizedTensor(columns, self.scale, self.dtype)
+
+    def _columns(self) -> torch.Tensor:
+        if self.columns is not None:
+            return self.columns
+        assert self.scale.numel() == 1, "row-wise scales do not survive a transposition"
+        return transposed_bytes(self.data, self.data.dtype)
+
+
+def transposed_bytes(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """FP8 numbers of format ``dtype``, as such or as uint8, [rows, columns] -> float8 [columns, T16], see above."""
+    return operations_on(data.device).transpose(data, dtype)
 
 
 def tensor_maxima(x: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
@@ -130,6 +138,12 @@ def quantize_by_maxima(
 ) -> QuantizedTensor:
     """``x`` [rows, columns] under the scale of the largest of ``maxima``: its own, or those of all ranks."""
     data, columns, scale = operations_on(x.device).quantize_by_maxima(x, maxima, rule, transposes)
+    return QuantizedTensor(data, scale, x.dtype, columns)
+
+
+def quantize_local(x: torch.Tensor, rule: ScaleRule, *, transposes: bool = False) -> QuantizedTensor:
+    """``x`` [rows, columns] under a scale of its own: `quantize_by_maxima` of its `tensor_maxima`."""
+    data, columns, scale = operations_on(x.device).quantize_local(x, rule, transposes)
     return QuantizedTensor(data, scale, x.dtype, columns)
 
 

@@ -17,6 +17,7 @@ from tpoverlap.gemm.fp8.quantize import (
     QuantizedTensor,
     quantize,
     quantize_by_maxima,
+    quantize_local,
     quantize_rows,
     tensor_amax,
     tensor_maxima,
@@ -87,10 +88,9 @@ class Quantizer(torch.nn.Module):
         """
         if self.is_rowwise:
             return quantize_rows(x, self.dtype)
-        maxima = tensor_maxima(x)
         if not self.is_delayed:
-            return quantize_by_maxima(x, maxima, self.rule, transposes=transposes)
-        amax = maxima.amax(0, keepdim=True)
+            return quantize_local(x, self.rule, transposes=transposes)
+        amax = tensor_maxima(x).amax(0, keepdim=True)
         scale = torch.where(self.amax_history.max() > 0, self.scale, plain.scale_of(amax, self.rule))
         quantised = quantize(x, scale, self.dtype, transposes=transposes)
         if record:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,7 @@ class Fp8State(torch.nn.Module):
         self.weight, self.grad = torch.nn.ModuleList(weights), torch.nn.ModuleList(grads)
         self._by_role = self._quantizers()
         self._cache: dict[int, tuple[weakref.ref[torch.Tensor], int, QuantizedWeight]] = {}
+        self._accepted: tuple[weakref.ref[object], list[torch.Size]] | None = None
 
     def _quantizers(self) -> dict[str, list[Quantizer]]:
         """Beside the modules: they are asked for several times an operation, and a module's own look-up is slow."""
@@ -96,25 +97,35 @@ class Fp8State(torch.nn.Module):
 
         ``transposes``: both orientations are needed, so they are made in one pass.
         """
-        found = self._cache.get(index)
-        version = -1 if weight.is_inference() else weight._version  # inference tensors count no versions
-        if found is not None and found[0]() is weight and found[1] == version and version >= 0:
-            return found[2]
-        made = self._quantize_weight(index, weight.detach(), transposes)
-        if (
-            self.cache_weights and not torch.is_inference_mode_enabled()
-        ):  # what is made there cannot be saved for backward
+        caches = self.cache_weights
+        if caches:
+            found = self._cache.get(index)
+            version = -1 if weight.is_inference() else weight._version  # inference tensors count no versions
+            if found is not None and found[0]() is weight and found[1] == version and version >= 0:
+                return found[2]
+        quantizer, source = self._by_role["weight"][index], weight
+        if torch.is_grad_enabled() or quantizer.is_rowwise:  # its quantisation would be recorded, or it is kept
+            source = weight.detach()
+        quantised = quantizer.local(source, record=self.training, transposes=transposes)
+        made = QuantizedWeight(quantised, (quantizer, source) if quantizer.is_rowwise else None)
+        if caches and not torch.is_inference_mode_enabled():  # what is made there cannot be saved for backward
             self._cache[index] = (weakref.ref(weight), version, made)
         return made
-
-    def _quantize_weight(self, index: int, weight: torch.Tensor, transposes: bool) -> QuantizedWeight:
-        quantizer = self.quantizer("weight", index)
-        quantised = quantizer.local(weight, record=self.training, transposes=transposes)
-        return QuantizedWeight(quantised, (quantizer, weight) if quantizer.is_rowwise else None)
 
     def quantizer(self, role: str, index: int = 0) -> Quantizer:
         """The quantizer of the input, or of weight or output gradient ``index``."""
         return self._by_role[role][index]
+
+    def is_accepted(self, manager: object, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether `accept` was called last with this manager and weights of these shapes."""
+        accepted = self._accepted
+        if accepted is None or accepted[0]() is not manager:
+            return False
+        return [weight.shape for weight in weights] == accepted[1]
+
+    def accept(self, manager: object, weights: Sequence[torch.Tensor]) -> None:
+        """What depends on the manager and on the weights' shapes alone was checked, and need not be again."""
+        self._accepted = weakref.ref(manager), [weight.shape for weight in weights]
 
     def forget_weights(self) -> None:
         """Quantise the weights again in the next forward: after writing them through ``.data``."""
@@ -131,13 +142,13 @@ class Fp8State(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Pickled without cached weights (weak references cannot be)."""
-        state = {**super().__getstate__(), "_cache": {}}  # type: ignore[no-untyped-call]
+        state = {**super().__getstate__(), "_cache": {}, "_accepted": None}  # type: ignore[no-untyped-call]
         del state["_by_role"]
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Also what an older version pickled."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__({"_accepted": None, **state})  # type: ignore[no-untyped-call]
         self._by_role = self._quantizers()
 
     def extra_repr(self) -> str:

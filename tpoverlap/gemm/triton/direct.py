@@ -24,10 +24,19 @@ from tpoverlap.gemm.triton.parameters import LayoutError, ParameterLayout
 
 logger = logging.getLogger("tpoverlap")
 Number = int | float
-_CONFIG: Final = struct.Struct("<7I4xQQI4x")
-"""As `kernel_driver.LaunchConfig`: grid, block, shared bytes, stream, no attributes."""
-_PARAMETERS_AT: Final = 64
+Launch = Callable[[int, Sequence[Number]], None]
+"""(programs, the arguments but for constants) on the current stream."""
+_CONFIG: Final = "<I28sQ24s"
+"""`kernel_driver.LaunchConfig` as a launch writes it: programs, `_SIZES`, stream, `_REST`."""
+_SIZES: Final = struct.Struct("<6I4x")
+"""The grid's other two sizes, the block's three, shared bytes."""
+_REST: Final = bytes(24)
+"""No attributes."""
+_PARAMETERS_AT: Final = struct.calcsize(_CONFIG)
 """Behind the launch's configuration, in one block."""
+
+current_device: Final[Callable[[], int]] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Index of the calling thread's CUDA device, which has been used before: ``torch.cuda``'s asks more first."""
 
 
 class DirectKernels:
@@ -39,7 +48,7 @@ class DirectKernels:
 
     def __init__(self, driver: KernelDriver) -> None:
         self._driver = driver
-        self._found: dict[Hashable, Callable[[int, Sequence[Number]], None]] = {}
+        self._found: dict[Hashable, Launch] = {}
 
     def launch(
         self,
@@ -67,7 +76,11 @@ class DirectKernels:
             lambda programs, values: binary[(programs, 1, 1)](*values, *constants)
         )
 
-    def _direct(self, binary: Any) -> Callable[[int, Sequence[Number]], None] | None:
+    def found(self, key: Hashable) -> Launch | None:
+        """What `launch` calls for ``key``, for who wants to call it without one; None before the first launch."""
+        return self._found.get(key)
+
+    def _direct(self, binary: Any) -> Launch | None:
         try:
             names = tuple(binary.src.signature)
             layout = packed_layout(Kernel(str(getattr(binary, "name", "")), names), binary)
@@ -85,8 +98,8 @@ class DirectLaunch:
     def __init__(self, driver: KernelDriver, binary: Any, layout: ParameterLayout) -> None:
         self._driver, self._binary = driver, binary
         self._start, self._function, self._current_stream = driver.start, binary.function, driver.current_stream
-        self._threads, self._shared_bytes = 32 * binary.metadata.num_warps, binary.metadata.shared
-        self._pack_values = struct.Struct(_format(layout)).pack_into
+        self._fixed = _SIZES.pack(1, 1, 32 * binary.metadata.num_warps, 1, 1, binary.metadata.shared)
+        self._pack = struct.Struct(_CONFIG + _format(layout)).pack_into
         self._block = bytearray(_PARAMETERS_AT + layout.size_bytes)
         self._config_at = ctypes.addressof((ctypes.c_char * len(self._block)).from_buffer(self._block))
         first = self._config_at + _PARAMETERS_AT
@@ -96,10 +109,7 @@ class DirectLaunch:
 
     def __call__(self, programs: int, values: Sequence[Number]) -> None:
         with self._lock:
-            _CONFIG.pack_into(
-                self._block, 0, programs, 1, 1, self._threads, 1, 1, self._shared_bytes, self._current_stream(), 0, 0
-            )
-            self._pack_values(self._block, _PARAMETERS_AT, *values)
+            self._pack(self._block, 0, programs, self._fixed, self._current_stream(), _REST, *values)
             status = self._start(self._config_at, self._function, self._parameters_at, 0)
             if status:
                 self._driver.start_again(status, self._config_at, self._function, self._parameters_at)
@@ -107,17 +117,11 @@ class DirectLaunch:
 
 def _format(layout: ParameterLayout) -> str:
     """Of all arguments in a row; what follows them (scratch that no kernel of ours asks for) stays zero."""
-    text, end = "<", 0
+    text, end = "", 0
     for offset, code in layout.places.values():
         text += f"{offset - end}x{code}"
         end = offset + struct.calcsize(code)
     return text
-
-
-def current_device() -> int:
-    """Index of the calling thread's CUDA device, which has been used before: ``torch.cuda``'s asks more first."""
-    get = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-    return int(get())
 
 
 @lru_cache(maxsize=16)

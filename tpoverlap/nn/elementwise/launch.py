@@ -5,7 +5,7 @@ pointers are aligned; any other launch goes Triton's way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Any, Final
@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from tpoverlap.gemm.triton import kernels_missing
-from tpoverlap.gemm.triton.direct import DirectKernels, current_device, direct_kernels
+from tpoverlap.gemm.triton.direct import DirectKernels, Launch, current_device, direct_kernels
 
 logger = logging.getLogger("tpoverlap")
 
@@ -64,35 +64,53 @@ class DirectKernel:
     def __init__(self, function: Any, num_warps: int, kernels: DirectKernels | None = None) -> None:
         self._function, self._num_warps = function, num_warps
         self._kernels = kernels
+        self._ready: dict[Hashable, Launch | None] = {}
 
     def launch(
         self, programs: int, tensors: Sequence[torch.Tensor], integers: Sequence[int], constants: tuple[Any, ...]
     ) -> None:
         """Launch on the current stream of the first tensor's device. ``programs`` may be 0: nothing happens."""
-        first = tensors[0]
         if programs == 0:
             return
+        first = tensors[0]
+        index = first.get_device()  # -1: the CPU
+        if index >= 0 and index != current_device():
+            with torch.cuda.device(index):
+                self.launch(programs, tensors, integers, constants)
+            return
+        addresses = [*map(_address, tensors)]
+        # A binary was made for aligned pointers and 32-bit integers.
+        fits = reduce(or_, addresses) % ALIGNED_BYTES == 0 and max(integers) <= _INT32_MAX >= programs
+        key = (index, first.dtype, constants)
+        launch = self._ready.get(key)
+        if launch is not None and fits:
+            launch(programs, [*addresses, *integers])
+        else:
+            self._launch_first(programs, tensors, integers, constants, key, [*addresses, *integers] if fits else None)
+
+    def _launch_first(
+        self,
+        programs: int,
+        tensors: Sequence[torch.Tensor],
+        integers: Sequence[int],
+        constants: tuple[Any, ...],
+        key: tuple[int, torch.dtype, tuple[Any, ...]],
+        values: Sequence[int] | None,
+    ) -> None:
+        """A launch whose binary is not known, or (``values`` None) that no binary of ours was made for."""
         if programs > _INT32_MAX:
             raise OverflowError(f"{self._function.__name__}: {programs} programs; cut the rows in parts")
-        kernels, device = self._kernels, first.device
-        if device.type == "cuda":
-            index = device.index
-            if index != current_device():
-                with torch.cuda.device(device):
-                    self.launch(programs, tensors, integers, constants)
-                return
-            kernels = kernels or direct_kernels(index)
+        index, dtype, _ = key
+        kernels = self._kernels
+        if kernels is None and index >= 0:
+            kernels = direct_kernels(index)
 
         def slowly() -> Any:
             return self._function[(programs,)](*tensors, *integers, *constants, num_warps=self._num_warps)
 
-        values = [*map(_address, tensors), *integers]
-        if kernels is None or not _fits_binary(values[: len(tensors)], integers):
-            slowly()  # the interpreter, or a launch that no binary of ours was made for
+        if kernels is None or values is None:  # the interpreter, or Triton's way
+            slowly()
             return
-        kernels.launch((self, first.dtype, constants), programs, values, constants, slowly)
-
-
-def _fits_binary(addresses: Sequence[int], integers: Sequence[int]) -> bool:
-    """Whether a binary that was made for aligned pointers and 32-bit integers takes these."""
-    return reduce(or_, addresses) % ALIGNED_BYTES == 0 and max(integers) <= _INT32_MAX
+        variant = (self, dtype, constants)
+        kernels.launch(variant, programs, values, constants, slowly)
+        self._ready[key] = kernels.found(variant)

@@ -66,17 +66,17 @@ def norm_twin(x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind) ->
 
 
 def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind) -> tuple[Tensor, Tensor, Tensor]:
-    """(y [T_r, H] contiguous, mean, rstd: float32 [T_r]) by the kernel; RMSNorm's mean is empty."""
-    rows, width = x.shape
+    """(y [T_r, H] contiguous, mean, rstd: float32 [T_r]) by the kernel; RMSNorm has no mean: it is rstd again."""
+    (rows, width), pitch = x.shape, x.stride(0)
     y = x.new_empty(rows, width)
     rstd = x.new_empty(rows, dtype=torch.float32)
-    mean = x.new_empty(rows if kind.centred else 0, dtype=torch.float32)
-    unit = vector_unit(width, x.stride(0))
+    mean = x.new_empty(rows, dtype=torch.float32) if kind.centred else rstd  # where the kernel reads no mean
+    unit = vector_unit(width, pitch)
     block, num_warps = _block(width)
     _kernels(num_warps)[0].launch(
         rows,
         (x, weight, weight if bias is None else bias, y, mean, rstd),
-        (width // unit, x.stride(0) // unit),
+        (width // unit, pitch // unit),
         (kind.eps, kind.centred, kind.zero_centered, unit, block),
     )
     return y, mean, rstd
@@ -86,20 +86,22 @@ def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, kind: NormKind, *, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dx [T_r, H] contiguous, dweight, dbias): the last two in the weight's dtype, and None unless needed or there."""
-    rows, width = x.shape
-    if dy.stride(1) != 1:
+    (rows, width), pitch = x.shape, x.stride(0)
+    dy_pitch, step = dy.stride()
+    if step != 1:
         dy = dy.contiguous()
+        dy_pitch = dy.stride(0)
     dx = x.new_empty(rows, width)
     programs = min(rows, _most_programs(x.device))
     parts = width * (2 if kind.centred else 1)
     partial = x.new_empty(programs if needs_weight else 0, parts, dtype=torch.float32)
-    unit = vector_unit(width, x.stride(0), dy.stride(0))
+    unit = vector_unit(width, pitch, dy_pitch)
     block, num_warps = _block(width)
     _, backward, add_partials = _kernels(num_warps)
     backward.launch(
         programs,
         (x, weight, dy, dx, mean, rstd, partial),
-        (rows, width // unit, x.stride(0) // unit, dy.stride(0) // unit),
+        (rows, width // unit, pitch // unit, dy_pitch // unit),
         (kind.centred, kind.zero_centered, needs_weight, unit, block),
     )
     if not needs_weight:
@@ -109,6 +111,7 @@ def norm_backward(
     return (dx, sums[:width], sums[width:]) if kind.centred else (dx, sums, None)
 
 
+@lru_cache(maxsize=64)
 def _block(width: int) -> tuple[int, int]:
     """(the power of two that holds a row, warps of a program): at most 16 elements a thread."""
     block = max(16, 1 << (width - 1).bit_length())

@@ -31,6 +31,20 @@ def require_fp8_gemm(
         ActiveShapeError: K or an N is not a multiple of 16, or the input lies in the communication buffer.
     """
     manager = layer.manager
+    if not isinstance(fp8, Fp8State) or not fp8.is_accepted(manager, weights):
+        _require_fits(layer, fp8, x, weights)
+        fp8.accept(manager, weights)
+    channel = manager.channel
+    if channel is not None and channel.holds(x) and x.numel():  # an empty one may be a view of the buffer
+        raise ActiveShapeError(
+            f"{layer.name}: an FP8 layer cannot take an input that lies in the communication buffer, where peers "
+            "are about to write FP8 rows; clone it"
+        )
+
+
+def _require_fits(layer: LayerCommunicators, fp8: Fp8State, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    """What depends on the manager, the state and the weights' shapes alone."""
+    manager = layer.manager
     if not isinstance(fp8, Fp8State):
         raise ConfigError(f"{layer.name}: fp8 must be an Fp8State (it keeps what the recipe needs), got {fp8!r}")
     require_fp8(layer.name, manager.quantization_modes)
@@ -43,9 +57,3 @@ def require_fp8_gemm(
     require_features(layer.name, "in_features", x.shape[1])
     for weight in weights:
         require_features(layer.name, "out_features", weight.shape[0])
-    channel = manager.channel
-    if channel is not None and x.numel() and channel.holds(x):
-        raise ActiveShapeError(
-            f"{layer.name}: an FP8 layer cannot take an input that lies in the communication buffer, where peers "
-            "are about to write FP8 rows; clone it"
-        )

@@ -15,25 +15,26 @@ scales      of q(x): see `tpoverlap.overlap.fp8`     one float32 a rank (or a ro
                                                                                        none in backward
 ==========  =======================================  ================================  ================================
 
-Saved: the shard q(x) [T_r, K] in FP8 with the scale of the gathered tensor, and q(W_i)^T of the forward's version. T16
-is T rounded up to a multiple of 16 by zeros, in wgrad's operands only. Never a view of a shared buffer.
+Saved: the bytes of the shard q(x) [T_r, K], as they are sent again, with the scale of the gathered tensor, and q(W_i)^T
+of the forward's version. T16 is T rounded up to a multiple of 16 by zeros, in wgrad's operands only. Never a view of a
+shared buffer.
 `LayerView`'s options (``save_gathered``, ``main_grad``, delayed wgrad) mean what they mean in `tpoverlap.nn.column`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.gemm import PartialGemm
 from tpoverlap.gemm.fp8 import Fp8State, QuantizedTensor, ScaledPartialGemm, ScaledRowGemm
 from tpoverlap.nn.agreement import agreed_detail
+from tpoverlap.nn.autograd import differentiable_once
 from tpoverlap.nn.column import ColumnBackward, saves_gathered
-from tpoverlap.nn.fp8.wgrad import WgradOperand, fp8_weight_grad
+from tpoverlap.nn.fp8.wgrad import GatheredOperand, WgradOperand, fp8_weight_grad
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import grads_of
 from tpoverlap.overlap import gather_then_gemm, gemm_then_scatter
@@ -56,19 +57,22 @@ class Fp8ColumnLinear(torch.autograd.Function):
         num_weights: int,
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        weights, biases = [w for w in parameters[:num_weights] if w is not None], parameters[num_weights:]
-        needs_x, needs_weights = ctx.needs_input_grad[4], any(ctx.needs_input_grad[6 : 6 + num_weights])
+        weights: Sequence[torch.Tensor] = parameters[:num_weights]  # type: ignore[assignment]  # none of these is None
+        biases, needs, training = parameters[num_weights:], ctx.needs_input_grad, fp8.training
+        needs_x, needs_weights = needs[4], True in needs[6 : 6 + num_weights]
+        outs, features = [], 0
+        for weight in weights:
+            width = weight.shape[0]
+            outs.append(x_shard_t.new_empty(partition.total, width))
+            features += width
         operation = layer.manager.operation(
-            layer.fprop,
-            partition,
-            scatter=False,
-            features=sum([weight.shape[0] for weight in weights]),
-            detail=agreed_detail(),
-            fp8=True,
+            layer.fprop, partition, scatter=False, features=features, detail=agreed_detail(), fp8=True
         )
-        operation = gather_operation(operation, fp8.input)
+        quantizer = fp8.quantizer("input")
+        operation = gather_operation(operation, quantizer)
         quantised = [fp8.quantized_weight(index, weight, transposes=needs_x) for index, weight in enumerate(weights)]
-        shard = QuantizedShard(operation, fp8.input, x_shard_t, record=fp8.training)
+        shard = QuantizedShard(operation, quantizer, x_shard_t, record=training)
+        sent = shard.local.bytes
         saves = saves_gathered(layer) and needs_weights
         gathered: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
@@ -79,10 +83,9 @@ class Fp8ColumnLinear(torch.autograd.Function):
             if saves:
                 kept.append(keepable(layer.manager, whole))
 
-        outs = [x_shard_t.new_empty(partition.total, weight.shape[0]) for weight in weights]
         gather_then_gemm(
             operation,
-            shard.local.bytes,
+            sent,
             ScaledRowGemm(
                 weights=[one.weight for one in quantised],
                 biases=biases,
@@ -94,29 +97,35 @@ class Fp8ColumnLinear(torch.autograd.Function):
             read if return_gathered or saves else None,
         )
         shard.finish()
-        ctx.layer, ctx.partition, ctx.fp8, ctx.training = layer, partition, fp8, fp8.training
+        if True not in needs:  # no backward follows
+            return (*outs, *gathered)
+        ctx.layer, ctx.partition, ctx.fp8, ctx.training = layer, partition, fp8, training
         ctx.num_weights, ctx.return_gathered, ctx.x_dtype = num_weights, return_gathered, x_shard_t.dtype
-        ctx.parameters = weights if grads_of(layer).needs_parameters else ()
-        transposed = [one.transposed for one in quantised] if needs_x else []
-        saved = [kept[0].view(shard.dtype) if saves else shard.local.data, shard.scale] if needs_weights else []
-        ctx.save_for_backward(*saved, *[part for one in transposed for part in (one.data, one.scale)])
+        ctx.x_format = shard.dtype
+        ctx.parameters = tuple(weights) if grads_of(layer).needs_parameters else ()
+        saved = [kept[0] if saves else sent, shard.scale] if needs_weights else []  # as bytes: they are sent again
+        if needs_x:
+            for one in quantised:
+                transposed = one.transposed
+                saved += (transposed.data, transposed.scale)
+        ctx.save_for_backward(*saved)
         return (*outs, *gathered)
 
     @staticmethod
-    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    @differentiable_once  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        count, fp8 = ctx.num_weights, ctx.fp8
-        needs_x, needs_weights = ctx.needs_input_grad[4], list(ctx.needs_input_grad[6 : 6 + count])
-        needs_biases = ctx.needs_input_grad[6 + count :]
-        saved = list(ctx.saved_tensors)
-        x = QuantizedTensor(saved.pop(0), saved.pop(0), ctx.x_dtype) if any(needs_weights) else None
+        count, fp8, needs, saved = ctx.num_weights, ctx.fp8, ctx.needs_input_grad, ctx.saved_tensors
+        needs_x, needs_weights, needs_biases = needs[4], list(needs[6 : 6 + count]), needs[6 + count :]
+        x = SavedShard(saved[0], saved[1], ctx.x_format, ctx.x_dtype) if True in needs_weights else None
         output_grads = [grad.contiguous() for grad in grads[:count]]
         quantised: list[QuantizedTensor] = []
         if needs_x or x is not None:
             for index, dy in enumerate(output_grads):
                 quantizer = fp8.quantizer("grad", index)
                 quantised.append(quantizer.local(dy, record=ctx.training, transposes=needs_weights[index]))
-        weights = [QuantizedTensor(*pair, ctx.x_dtype) for pair in zip(saved[::2], saved[1::2], strict=True)]
+        weights = [
+            QuantizedTensor(saved[at], saved[at + 1], ctx.x_dtype) for at in range(0 if x is None else 2, len(saved), 2)
+        ]
         addend = grads[count] if ctx.return_gathered else None
         terms = list(zip(quantised, weights, strict=True)) if needs_x else []
         gemm = ScaledPartialGemm(terms=terms, addend=addend)
@@ -126,6 +135,19 @@ class Fp8ColumnLinear(torch.autograd.Function):
         x_grad = backward.run(needs_x)
         bias_grads = [dy.sum(0) if needed else None for dy, needed in zip(output_grads, needs_biases, strict=True)]
         return (None, None, None, None, x_grad, None, *backward.weight_grads, *bias_grads)
+
+
+class SavedShard(NamedTuple):
+    """q(x) as backward finds it."""
+
+    bytes: torch.Tensor
+    """uint8, the shard [T_r, K], or what was gathered [T, K]."""
+    scale: torch.Tensor
+    """Of the gathered tensor."""
+    format: torch.dtype
+    """Of the bytes."""
+    dtype: torch.dtype
+    """Of x."""
 
 
 class _Backward(ColumnBackward):
@@ -141,7 +163,7 @@ class _Backward(ColumnBackward):
         layer: LayerCommunicators,
         partition: TokenPartition,
         fp8: Fp8State,
-        x: QuantizedTensor | None,
+        x: SavedShard | None,
         parameters: Sequence[torch.Tensor],
         output_grads: Sequence[torch.Tensor],
         quantised: Sequence[QuantizedTensor],
@@ -156,7 +178,7 @@ class _Backward(ColumnBackward):
         operation: OperationContext = self._manager.operation(
             communicator, self.partition, scatter=scatter, beside=beside, features=self.features, fp8=True
         )
-        return operation if scatter else gather_operation(operation, self.fp8.input)
+        return operation if scatter else gather_operation(operation, self.fp8.quantizer("input"))
 
     def _input_only(self) -> torch.Tensor:
         out = self._empty_input_grad()
@@ -169,8 +191,8 @@ class _Backward(ColumnBackward):
         assert x is not None, "a weight trains, so it was saved"
         if self.grads.delayed is not None:
             gathered = keepable(self._manager, gathered)
-        whole = WgradOperand(QuantizedTensor(gathered.view(x.data.dtype), x.scale, x.dtype))
-        output_grads, rowwise = [WgradOperand(dy) for dy in self.quantised], self.fp8.input.is_rowwise
+        whole = GatheredOperand(gathered, x.format, x.scale, x.dtype)
+        output_grads, rowwise = [WgradOperand(dy) for dy in self.quantised], self.fp8.quantizer("input").is_rowwise
         self.weight_grads = self.grads.compute(
             self.parameters,
             self.needs_weights,

@@ -21,11 +21,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.gemm.fp8 import Fp8State, QuantizedTensor, ScaledPartialGemm, ScaledRowGemm
-from tpoverlap.nn.fp8.wgrad import WgradOperand, fp8_weight_grad
+from tpoverlap.nn.autograd import differentiable_once
+from tpoverlap.nn.fp8.wgrad import GatheredOperand, WgradOperand, fp8_weight_grad
 from tpoverlap.nn.inputs import keepable
 from tpoverlap.nn.layer_view import grads_of
 from tpoverlap.overlap import gather_then_gemm, gemm_then_scatter
@@ -46,30 +46,36 @@ class Fp8RowLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        needs_x, needs_weight = ctx.needs_input_grad[3:5]
-        operation = layer.manager.operation(layer.fprop, partition, scatter=True, features=x.shape[1], fp8=True)
-        quantised_x = fp8.input.local(x.detach(), record=fp8.training, transposes=needs_weight)
+        needs, training, features = ctx.needs_input_grad, fp8.training, x.shape[1]
+        needs_x, needs_weight = needs[3:5]
+        operation = layer.manager.operation(layer.fprop, partition, scatter=True, features=features, fp8=True)
+        quantizer = fp8.quantizer("input")
+        quantised_x = quantizer.local(x, record=training, transposes=needs_weight)
         quantised = fp8.quantized_weight(0, weight, transposes=needs_x)
         gemm = ScaledPartialGemm(terms=[(quantised_x, quantised.weight)], bias=bias, fast_accumulation=True)
         out = x.new_empty(partition.counts[layer.manager.rank], weight.shape[0])
-        gemm_then_scatter(*scatter_operation(operation, gemm, fp8.input.dtype), out)
-        ctx.layer, ctx.partition, ctx.fp8, ctx.training, ctx.x_dtype = layer, partition, fp8, fp8.training, x.dtype
+        gemm_then_scatter(*scatter_operation(operation, gemm, quantizer.dtype), out)
+        if True not in needs:  # no backward follows
+            return out
+        ctx.layer, ctx.partition, ctx.fp8, ctx.training, ctx.x_dtype = layer, partition, fp8, training, x.dtype
         ctx.parameters = (weight,) if grads_of(layer).needs_parameters else ()
-        ctx.features = x.shape[1]  # T enters the choice of method by this shape
+        ctx.features = features  # T enters the choice of method by this shape
         kept = quantised_x.data if quantised_x.columns is None else quantised_x.columns
         saved = [kept, quantised_x.scale] if needs_weight else []
-        saved += [quantised.transposed.data, quantised.transposed.scale] if needs_x else []
+        if needs_x:
+            transposed = quantised.transposed
+            saved += (transposed.data, transposed.scale)
         ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
-    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    @differentiable_once  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer, partition, fp8 = ctx.layer, ctx.partition, ctx.fp8
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:6]
-        saved = list(ctx.saved_tensors)
-        x = QuantizedTensor(saved.pop(0), saved.pop(0), ctx.x_dtype) if needs_weight else None
-        weights = [QuantizedTensor(saved[0], saved[1], ctx.x_dtype)] if needs_x else []
+        saved, dtype = ctx.saved_tensors, ctx.x_dtype
+        x = QuantizedTensor(saved[0], saved[1], dtype) if needs_weight else None
+        weights = [QuantizedTensor(saved[-2], saved[-1], dtype)] if needs_x else []
         y_grad_shard_t = grads[0].contiguous()
         outs = [y_grad_shard_t.new_empty(partition.total, weight.data.shape[0]) for weight in weights]
         policy = grads_of(layer)
@@ -84,7 +90,8 @@ class Fp8RowLinear(torch.autograd.Function):
                 assert x is not None, "asked for"
                 if policy.delayed is not None:
                     gathered = keepable(layer.manager, gathered)
-                dy, rowwise = WgradOperand(shard.whole(gathered)), quantizer.is_rowwise
+                dy = GatheredOperand(gathered, shard.dtype, shard.scale, dtype)
+                rowwise = quantizer.is_rowwise
                 operand = WgradOperand(x) if rowwise else WgradOperand(None, x)
                 weight_grads[:] = policy.compute(
                     ctx.parameters, [True], [gathered], x.data, lambda _: fp8_weight_grad(dy, operand, rowwise)

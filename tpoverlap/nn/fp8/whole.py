@@ -23,11 +23,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpoverlap.gemm.fp8 import Fp8State, QuantizedTensor, ScaledPartialGemm
 from tpoverlap.gemm.fp8.scaled_mm import scaled_mm
 from tpoverlap.nn.all_reduce import gemm_all_reduce
+from tpoverlap.nn.autograd import differentiable_once
 from tpoverlap.nn.fp8.wgrad import WgradOperand, fp8_weight_grad
 from tpoverlap.nn.layer_view import LayerView
 
@@ -43,7 +43,7 @@ class Fp8ColumnWhole(torch.autograd.Function):
         return _multiplied(x8, weight8, bias, fast_accumulation=True)
 
     @staticmethod
-    @once_differentiable  # the gradient of a gradient would need collectives of its own
+    @differentiable_once  # the gradient of a gradient would need collectives of its own
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer, dy = ctx.layer, grads[0].contiguous()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2:5]
@@ -79,7 +79,7 @@ class Fp8RowWhole(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # as above
+    @differentiable_once  # as above
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         layer, dy = ctx.layer, grads[0].contiguous()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2:5]
@@ -98,12 +98,14 @@ def _quantised(
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """(q(x), q(W)) of a forward; keeps what its backward needs."""
     needs_x, needs_weight = ctx.needs_input_grad[2:4]
-    x8 = fp8.input.local(x.detach().contiguous(), record=fp8.training)
+    x8 = fp8.quantizer("input").local(x.contiguous(), record=fp8.training)
     quantised = fp8.quantized_weight(0, weight)
     ctx.layer, ctx.fp8, ctx.training, ctx.x_dtype = layer, fp8, fp8.training, x.dtype
     ctx.parameters = (weight,) if layer.weight_grads.needs_parameters else ()
     saved = [x8.data, x8.scale] if needs_weight else []
-    saved += [quantised.transposed.data, quantised.transposed.scale] if needs_x else []
+    if needs_x:
+        transposed = quantised.transposed
+        saved += (transposed.data, transposed.scale)
     ctx.save_for_backward(*saved)
     return x8, quantised.weight
 
@@ -127,7 +129,7 @@ def _weight_grad(
     ctx: Any, dy: torch.Tensor, dy8: QuantizedTensor | None, x8: QuantizedTensor | None
 ) -> list[torch.Tensor | None]:
     assert dy8 is not None and x8 is not None, "a weight trains"
-    left, right, rowwise = WgradOperand(dy8), WgradOperand(x8), ctx.fp8.input.is_rowwise
+    left, right, rowwise = WgradOperand(dy8), WgradOperand(x8), ctx.fp8.quantizer("input").is_rowwise
     grads: list[torch.Tensor | None] = ctx.layer.weight_grads.compute(
         ctx.parameters, [True], [dy], x8.data, lambda _: fp8_weight_grad(left, right, rowwise)
     )

@@ -7,7 +7,7 @@ specialised), so a launch is one look-up (`tpoverlap.gemm.triton.direct`).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, Final
@@ -15,15 +15,15 @@ from typing import Any, Final
 import torch
 
 from tpoverlap.errors import ActiveShapeError, BackendUnavailableError
-from tpoverlap.gemm.fp8.plain import MOST_MAXIMA, SCALE_BYTES, padded
+from tpoverlap.gemm.fp8.plain import ALIGNMENT, MOST_MAXIMA, SCALE_BYTES
 from tpoverlap.gemm.fp8.scale_rule import ScaleRule
 from tpoverlap.gemm.triton import kernels_missing
-from tpoverlap.gemm.triton.direct import DirectKernels, current_device
+from tpoverlap.gemm.triton.direct import DirectKernels, Launch, current_device
 from tpoverlap.gemm.triton.kernel_driver import CudaKernelDriver
 
 _VECTOR: Final = 16
-_TILE: Final = (128, 128)
-_AMAX_TILE: Final = (8, 1024)
+_TILE_ROWS, _TILE_COLUMNS = 128, 128
+_AMAX_ROWS, _AMAX_COLUMNS = 8, 1024
 _TILE_WARPS: Final = 8
 _PROGRAMS: Final = 1056
 _ROW_BLOCK: Final = 16384
@@ -38,6 +38,8 @@ _SEEN_AS: Final[dict[str, tuple[torch.dtype | None, ...]]] = {
     "rows.quantize_rows": (None, None, _BYTES),  # packed: words already
 }
 """What kernels take float8 tensors for: a launch by address needs no view."""
+_Source = tuple[torch.Tensor, int, int, int, int, int]
+"""A tensor, its rows, columns and pitch, the unit that these are multiples of (16 or 1), and its address."""
 
 
 class KernelOperations:
@@ -55,103 +57,127 @@ class KernelOperations:
             raise BackendUnavailableError(f"FP8 on {device} needs Triton kernels: {missing}, or run without fp8")
         self._interpreted = device.type == "cpu"
         self._kernels: DirectKernels | None = None
+        self._ready: dict[Hashable, Launch | None] = {}
         if not self._interpreted:
             self._index = torch.cuda.current_device() if device.index is None else device.index
             self._kernels = DirectKernels(CudaKernelDriver(torch.device("cuda", self._index)))
 
     def maxima(self, x: torch.Tensor, *, shared: bool = False) -> torch.Tensor:
         """As the twin's; n is the number of programs, and those without a tile find 0."""
-        x = _in_rows(x)
-        num_rows, width = x.shape
-        rows, columns = _AMAX_TILE
-        if x.is_contiguous() and x.numel() % columns == 0:
-            num_rows, width, pitch = x.numel() // columns, columns, columns
-        else:
-            pitch = x.stride(0)
-        tiles = -(-num_rows // rows) * -(-width // columns)
-        if tiles == 0:
-            return x.new_zeros(MOST_MAXIMA if shared else 1, 1, dtype=torch.float32)
-        found = x.new_empty(MOST_MAXIMA if shared else min(tiles, MOST_MAXIMA), 1, dtype=torch.float32)
-        unit = _unit(x, width, pitch)
-        self._launch(
-            "tiles.amax_tiles",
-            found.shape[0],
-            (x, found),
-            (num_rows, width // unit, pitch // unit),
-            (unit, rows, columns),
-            _TILE_WARPS,
-        )
-        return found
+        return self._maxima(_source(x), shared)
 
     def quantize_by_maxima(
         self, x: torch.Tensor, maxima: torch.Tensor, rule: ScaleRule, transposes: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """As the twin's, in one launch."""
         scale = maxima.new_empty(1, 1)
-        return *self._quantize(x, maxima, scale, rule, transposes), scale
+        return *self._quantize(_source(x), maxima, scale, rule, transposes), scale
+
+    def quantize_local(
+        self, x: torch.Tensor, rule: ScaleRule, transposes: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """As the twin's, in two launches."""
+        source = _source(x)
+        maxima = self._maxima(source, False)
+        scale = maxima.new_empty(1, 1)
+        return *self._quantize(source, maxima, scale, rule, transposes), scale
 
     def quantize(
         self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transposes: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the twin's, in one launch."""
-        return self._quantize(x, None, scale, ScaleRule(dtype), transposes)
+        return self._quantize(_source(x), None, scale, ScaleRule(dtype), transposes)
+
+    def _maxima(self, source: _Source, shared: bool) -> torch.Tensor:
+        x, num_rows, width, pitch, unit, address = source
+        if pitch == width and num_rows * width % _AMAX_COLUMNS == 0:  # contiguous: as rows of one tile's width
+            num_rows, width, pitch = num_rows * width // _AMAX_COLUMNS, _AMAX_COLUMNS, _AMAX_COLUMNS
+            if address % _VECTOR == 0:
+                unit = _VECTOR
+        tiles = -(-num_rows // _AMAX_ROWS) * -(-width // _AMAX_COLUMNS)
+        if tiles == 0:
+            return x.new_zeros(MOST_MAXIMA if shared else 1, 1, dtype=torch.float32)
+        programs = tiles if tiles < MOST_MAXIMA and not shared else MOST_MAXIMA
+        found = x.new_empty(programs, 1, dtype=torch.float32)
+        found_at = found.data_ptr()
+        numbers = (num_rows, width // unit, pitch // unit)
+        kind = ("amax", unit, x.dtype)
+        launch = self._ready.get(kind)
+        if launch is not None and (address | found_at) % _VECTOR == 0 and self._index == current_device():
+            launch(programs, (address, found_at, *numbers))
+            return found
+        constants = (unit, _AMAX_ROWS, _AMAX_COLUMNS)
+        self._launch("tiles.amax_tiles", programs, (x, found), numbers, constants, _TILE_WARPS, kind)
+        return found
 
     def _quantize(
-        self, x: torch.Tensor, maxima: torch.Tensor | None, scale: torch.Tensor, rule: ScaleRule, transposes: bool
+        self, source: _Source, maxima: torch.Tensor | None, scale: torch.Tensor, rule: ScaleRule, transposes: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = _in_rows(x)
-        num_rows, width = x.shape
-        data = x.new_empty(num_rows, width, dtype=rule.dtype)
-        transposed = x.new_empty(width, padded(num_rows), dtype=rule.dtype) if transposes else None
-        unit = _unit(x, width, x.stride(0))
-        words = transposed if num_rows else None
+        x, num_rows, width, pitch, unit, address = source
+        dtype, padded_units = rule.dtype, -(-num_rows // ALIGNMENT)
+        data = x.new_empty(num_rows, width, dtype=dtype)
+        transposed = x.new_empty(width, padded_units * ALIGNMENT, dtype=dtype) if transposes else None
+        writes = transposed is not None and num_rows > 0
+        # One program at least: it writes the scale of a tensor without rows.
+        tiles = -(-num_rows // _TILE_ROWS) * -(-width // _TILE_COLUMNS)
+        programs = _PROGRAMS if tiles > _PROGRAMS else tiles or 1
+        scale_at, data_at = scale.data_ptr(), data.data_ptr()
+        maxima_at, count = (scale_at, 0) if maxima is None else (maxima.data_ptr(), maxima.numel())
+        transposed_at = transposed.data_ptr() if transposed is not None and writes else scale_at
+        numbers = (count, num_rows, width // unit, pitch // unit, padded_units, rule.factor, rule.epsilon)
+        kind = ("quantize", unit, x.dtype, dtype, rule.power_of_2, maxima is None, writes)
+        launch = self._ready.get(kind)
+        if (
+            launch is not None
+            and (address | maxima_at | scale_at | data_at | transposed_at) % _VECTOR == 0
+            and self._index == current_device()
+        ):
+            launch(programs, (address, maxima_at, scale_at, data_at, transposed_at, *numbers))
+            return data, transposed
         self._launch(
             "tiles.quantize_tiles",
-            _programs(num_rows, width),
+            programs,
             (
                 x,
                 scale if maxima is None else maxima,
                 scale,
                 data,
-                scale if words is None else words,
+                transposed if transposed is not None and writes else scale,
             ),
-            (
-                0 if maxima is None else maxima.numel(),
-                num_rows,
-                width // unit,
-                x.stride(0) // unit,
-                padded(num_rows) // _VECTOR,
-                rule.factor,
-                rule.epsilon,
-            ),
+            numbers,
             (
                 unit,
-                *_TILE,
+                _TILE_ROWS,
+                _TILE_COLUMNS,
                 0 if maxima is None else MOST_MAXIMA,
                 rule.is_e5m2,
                 rule.power_of_2,
-                words is not None,
+                writes,
                 self._interpreted,
             ),
             _TILE_WARPS,
+            kind,
         )
         return data, transposed
 
-    def transpose(self, data: torch.Tensor) -> torch.Tensor:
+    def transpose(self, data: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As the twin's, in one launch."""
-        data = _in_rows(data)
-        num_rows, width = data.shape
-        made = data.new_empty(width, padded(num_rows))
-        if made.numel():
-            unit = _unit(data, width, data.stride(0))
-            self._launch(
-                "tiles.transpose_tiles",
-                _programs(num_rows, width),
-                (data, made),
-                (num_rows, width // unit, data.stride(0) // unit, made.shape[1] // _VECTOR),
-                (unit, *_TILE),
-                _TILE_WARPS,
-            )
+        data, num_rows, width, pitch, unit, address = _source(data)
+        padded_units = -(-num_rows // ALIGNMENT)
+        made = data.new_empty(width, padded_units * ALIGNMENT, dtype=dtype)
+        tiles = -(-num_rows // _TILE_ROWS) * -(-width // _TILE_COLUMNS)
+        if tiles == 0:
+            return made
+        programs = tiles if tiles < _PROGRAMS else _PROGRAMS
+        made_at = made.data_ptr()
+        numbers = (num_rows, width // unit, pitch // unit, padded_units)
+        kind = ("transpose", unit, data.dtype)
+        launch = self._ready.get(kind)
+        if launch is not None and (address | made_at) % _VECTOR == 0 and self._index == current_device():
+            launch(programs, (address, made_at, *numbers))
+            return made
+        constants = (unit, _TILE_ROWS, _TILE_COLUMNS)
+        self._launch("tiles.transpose_tiles", programs, (data, made), numbers, constants, _TILE_WARPS, kind)
         return made
 
     def quantize_rows(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,19 +195,17 @@ class KernelOperations:
     def _rows(
         self, x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, data: torch.Tensor, *, packed: bool
     ) -> None:
-        x = _in_rows(x)
-        num_rows, width = x.shape
+        x, num_rows, width, pitch, unit, _ = _source(x)
         if num_rows == 0:
             return
         columns = min(max(4, 1 << (width - 1).bit_length()), _ROW_BLOCK)
         rows = max(1, 4096 // columns)
-        unit = _unit(x, width, x.stride(0))
         rule = ScaleRule(dtype)
         self._launch(
             "rows.quantize_rows",
             -(-num_rows // rows),
             (x, scale, data),
-            (num_rows, width // unit, x.stride(0) // unit, data.stride(0), rule.factor),
+            (num_rows, width // unit, pitch // unit, data.stride(0), rule.factor),
             (unit, rows, columns, width <= columns, rule.is_e5m2, packed, self._interpreted),
             min(16, max(4, rows * columns // 1024)),
         )
@@ -194,7 +218,7 @@ class KernelOperations:
             words = _words(packed)
             self._launch(
                 "rows.unpack_rows",
-                _programs(num_rows, width, (_UNPACK_TILE[0], 4 * _UNPACK_TILE[1])),
+                _programs(num_rows, width, _UNPACK_TILE[0], 4 * _UNPACK_TILE[1]),
                 (words, out),
                 (num_rows, width // 4, words.stride(0)),
                 (*_UNPACK_TILE, dtype == torch.float8_e5m2, self._interpreted),
@@ -204,17 +228,15 @@ class KernelOperations:
 
     def dequantize(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As the twin's, in one launch."""
-        is_e5m2, data = data.dtype == torch.float8_e5m2, _in_rows(data)
-        num_rows, width = data.shape
+        data, num_rows, width, pitch, unit, _ = _source(data)
         out = data.new_empty(num_rows, width, dtype=dtype)
         if out.numel():
-            unit = _unit(data, width, data.stride(0))
             self._launch(
                 "tiles.dequantize_tiles",
-                _programs(num_rows, width, _AMAX_TILE),
+                _programs(num_rows, width, _AMAX_ROWS, _AMAX_COLUMNS),
                 (data, scale.contiguous(), out),
-                (num_rows, width // unit, data.stride(0) // unit, 0 if scale.numel() == 1 else 1),
-                (unit, *_AMAX_TILE, is_e5m2, self._interpreted),
+                (num_rows, width // unit, pitch // unit, 0 if scale.numel() == 1 else 1),
+                (unit, _AMAX_ROWS, _AMAX_COLUMNS, data.dtype == torch.float8_e5m2, self._interpreted),
                 _TILE_WARPS,
             )
         return out
@@ -227,7 +249,10 @@ class KernelOperations:
         numbers: tuple[int | float, ...],
         constants: tuple[Any, ...],
         num_warps: int,
+        kind: Hashable = None,
     ) -> None:
+        """Any launch. ``kind``: under which those that follow, all pointers aligned, find the binary in `_ready`."""
+
         def slowly() -> Any:
             return load(name)[(programs,)](*_seen(name, tensors), *numbers, *constants, num_warps=num_warps)
 
@@ -236,7 +261,7 @@ class KernelOperations:
             return
         if self._index != current_device():
             with torch.cuda.device(self._index):
-                self._launch(name, programs, tensors, numbers, constants, num_warps)
+                self._launch(name, programs, tensors, numbers, constants, num_warps, kind)
             return
         if max(numbers) >= _MOST:
             raise ActiveShapeError(f"FP8 kernels take fewer than 2**31 rows and columns, got {numbers}")
@@ -246,6 +271,8 @@ class KernelOperations:
         # Of the dtypes, only the first and the last tensor's are not the kernel's own.
         variant = (name, constants, num_warps, tensors[0].dtype, tensors[-1].dtype, aligned)
         self._kernels.launch(variant, programs, [*addresses, *numbers], constants, slowly)
+        if kind is not None and aligned is True:
+            self._ready[kind] = self._kernels.found(variant)
 
 
 def load(name: str) -> Any:
@@ -262,9 +289,27 @@ def _seen(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [rows, columns] with contiguous rows; a copy only if not. Rows of one element may have any pitch."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+def _source(x: torch.Tensor) -> _Source:
+    """``x`` [rows, columns] as kernels read it: a copy only if its rows are not contiguous.
+
+    Rows of one element may have any pitch.
+
+    Raises:
+        ActiveShapeError: a kernel's 32-bit numbers do not hold a size.
+    """
+    num_rows, width = x.shape
+    pitch, step = x.stride()
+    if step != 1 and width != 1:
+        x = x.contiguous()
+        pitch = x.stride(0)
+    address = x.data_ptr()
+    # Whole vectors that start on 16 bytes, in every row.
+    unit = _VECTOR if (width | pitch | address) % _VECTOR == 0 else 1
+    if num_rows >= _MOST or width // unit >= _MOST or pitch // unit >= _MOST:
+        raise ActiveShapeError(
+            f"FP8 kernels take fewer than 2**31 rows and columns, got {list(x.shape)}, rows {pitch} elements apart"
+        )
+    return x, num_rows, width, pitch, unit, address
 
 
 def _words(packed: torch.Tensor) -> torch.Tensor:
@@ -273,11 +318,5 @@ def _words(packed: torch.Tensor) -> torch.Tensor:
     return packed.view(torch.int32)
 
 
-def _unit(x: torch.Tensor, width: int, pitch: int) -> int:
-    """16 where rows consist of whole vectors that start on 16 bytes, else 1."""
-    return _VECTOR if width % _VECTOR == 0 and pitch % _VECTOR == 0 and x.data_ptr() % _VECTOR == 0 else 1
-
-
-def _programs(num_rows: int, width: int, tile: tuple[int, int] = _TILE) -> int:
-    """One at least: it writes the scale of a tensor without rows."""
-    return max(1, min(-(-num_rows // tile[0]) * -(-width // tile[1]), _PROGRAMS))
+def _programs(num_rows: int, width: int, tile_rows: int, tile_columns: int) -> int:
+    return min(-(-num_rows // tile_rows) * -(-width // tile_columns), _PROGRAMS)
