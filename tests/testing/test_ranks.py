@@ -55,6 +55,20 @@ def test_environment_threads_and_backend() -> None:
     }
 
 
+def test_pools_that_start_side_by_side_have_their_own_environments() -> None:
+    pools = [RankPool(1, env={"TPO_TEST": value}) for value in ("7", None)]
+    for pool in pools:
+        pool.start()
+    started = [pool.pids for pool in pools]
+    assert all(len(pids) == 1 for pids in started), "nobody waited, and both run"
+    found = [pool.run(functions.settings)[0]["TPO_TEST"] for pool in pools]
+    assert found == ["7", None] and [pool.pids for pool in pools] == started
+    for pool in pools:
+        pool.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            pool.start()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_collectives_of_the_default_group(rank_pool: Pools, world_size: int) -> None:
     expected = world_size * (world_size + 1) / 2

@@ -18,8 +18,10 @@ from tpoverlap.tools.bench import formulas, targets, timing
 from tpoverlap.tools.bench.job import BenchJob, parse_shape, parse_tokens
 from tpoverlap.tools.bench.methods import method_labels
 from tpoverlap.tools.bench.plot import sweep
+from tpoverlap.tools.bench.rows import GemmRow
 from tpoverlap.tools.bench.suites import SUITE_NAMES, load_suite
 from tpoverlap.tools.bench.suites.gemm import GemmSuite
+from tpoverlap.tools.bench.suites.host import steps_of
 from tpoverlap.tools.bench.walks import recorded_walks
 from tpoverlap.tools.train.corpus import read_corpus
 
@@ -135,21 +137,52 @@ def test_geometric_means_are_over_the_rows_of_the_limit_rule() -> None:
     assert targets.summarise_gemm(rows)["missed"] == []  # not judged on another machine
 
 
-def walk_row(auto: float, plain: float, padded: float) -> Row:
+def walk_row(auto: float, plain: float, padded: float, direction: str = "ag", shape: int = 1) -> Row:
     totals = {"auto": auto, "plain sequential": plain, "padded to capacity": padded}
     walk = {"total_us": totals, "capacity_over_mean": 2.0}
-    exact = [{"tokens": 5, "ratio": 1.04}, {"tokens": 6, "ratio": None}]
-    return {"label": "ag x", "walks": {"fixed": walk}, "exact_capacity": exact, "judged": True}
+    exact = [{"tokens": 5, "ratio": 1.04, "ratios": {"eager": 1.04, "queued": 1.0}}]
+    row = {"label": f"{direction} x", "direction": direction, "in_features": shape, "out_features": 1}
+    return row | {"walks": {"fixed": walk}, "exact_capacity": exact, "judged": True}
+
+
+def nine_shapes(*times: float) -> list[Row]:
+    return [walk_row(*times, direction=direction, shape=n) for n in range(9) for direction in ("ag", "rs")]
 
 
 def test_walks_are_judged_by_their_sums() -> None:
-    summary = targets.summarise_dynamic([walk_row(100, 100, 150), walk_row(300, 400, 600)])
+    rows = nine_shapes(100, 100, 150)
+    rows[1:] = [walk_row(300, 400, 600, row["direction"], row["in_features"]) for row in rows[1:]]
+    summary = targets.summarise_dynamic(rows)
     walk = summary["walks"]["fixed"]
-    assert walk["padded_speed_up"] == 750 / 400 and walk["sequential_speed_up"] == 500 / 400 and walk["num_rows"] == 2
-    assert len(summary["missed"]) == 2 and all("T=5" in line for line in summary["missed"])
-    missed = targets.summarise_dynamic([walk_row(100, 105, 170)])["missed"]
+    assert walk["padded_speed_up"] == pytest.approx((150 + 17 * 600) / (100 + 17 * 300))
+    assert walk["sequential_speed_up"] == pytest.approx((100 + 17 * 400) / (100 + 17 * 300))
+    assert (walk["num_rows"], walk["num_shapes"]) == (18, 9)
+    assert walk["by_direction"]["rs"]["sequential_speed_up"] == pytest.approx(4 / 3)
+    assert summary["num_targets"] == 2 + 18 and len(summary["missed"]) == 18
+    assert (
+        summary["missed"][0] == "ag x, T=5: eager 1.040, queued 1.000 of a manager of capacity T, wanted at most 1.03"
+    )
+    missed = targets.summarise_dynamic(nine_shapes(100, 105, 170))["missed"]
     assert any("over padding 1.700, wanted 1.800" in line for line in missed)
     assert any("over plain sequential 1.050" in line for line in missed)
+
+
+def test_what_was_not_walked_is_a_miss() -> None:
+    rows = nine_shapes(100, 200, 300)
+    for row in rows:
+        row["exact_capacity"] = []
+    assert targets.summarise_dynamic(rows)["missed"] == []
+    assert targets.summarise_dynamic(rows[:16])["missed"] == ["fixed: sums over 8 shapes, wanted 9"]
+    rows[3]["exact_capacity"] = [{"tokens": 7, "ratio": None, "ratios": {}}]
+    (line,) = targets.summarise_dynamic(rows)["missed"]
+    assert line.startswith("rs x, T=7: not measured")
+    rows[3]["exact_capacity"] = []
+    del rows[2]["walks"]["fixed"]["total_us"]["auto"]
+    assert targets.summarise_dynamic(rows)["missed"] == ["ag x, fixed: not every variant was timed"]
+    shown = load_suite("dynamic").conclusions(rows)
+    assert "(ag 2.000, rs 2.000), summed over 17 rows of 9 shapes" in shown[0] and "missed: 1 of 2" in shown[1]
+    shown = load_suite("dynamic").conclusions([row | {"judged": False} for row in rows])
+    assert "not judged" in shown[1] and len(shown) == 2
 
 
 def test_host_targets_are_for_fused_and_sequential() -> None:
@@ -158,8 +191,29 @@ def test_host_targets_are_for_fused_and_sequential() -> None:
         {"label": f"ag {name}", "operation": name, "judged": judged, "host_us": times}
         for name, judged in (("sequential", True), ("ring_exchange", True), ("fused", False))
     ]
-    missed = targets.summarise_host(rows)["missed"]
+    summary = targets.summarise_host(rows)
+    missed = summary["missed"]
     assert len(missed) == 2 and "no_grad, new T: 41.0" in missed[0] and "autograd, same T: 61.0" in missed[1]
+    first, *others = load_suite("host").conclusions(rows)
+    assert "fused and sequential (issue 3, must reach): at most 40 us without autograd, 60 with: 2 of 4 met" in first
+    assert others == [f"  target missed: {line}" for line in missed]
+    (line,) = load_suite("host").conclusions([row | {"judged": False} for row in rows])
+    assert "not judged, they hold for two GPUs" in line
+
+
+def test_host_time_a_step() -> None:
+    def steps(
+        operation: str, direction: str, tokens: int, tp_size: int = 2, features: int = 4096, width: int = 512
+    ) -> int | None:
+        sizes = (width, features) if direction == "ag" else (features, width)
+        return steps_of(operation, GemmRow(direction, tokens, *sizes, 8192), tp_size, 2)  # type: ignore[arg-type]
+
+    assert [steps(name, "rs", 2048) for name in ("sequential", "fused", "plain sequential", "auto")] == [None] * 4
+    assert steps("pipeline 4", "rs", 2048) == 4 and steps("ring aggregate", "ag", 2048, tp_size=5) == 3
+    assert steps("ring_exchange", "ag", 2048) == 2 and steps("ring_exchange", "ag", 2048, tp_size=4) == 4
+    assert steps("ring_exchange", "rs", 2048) == 2
+    assert steps("ring_exchange", "rs", 8192, width=8192) == 4, "two pieces of the peer's rows, two of our own"
+    assert steps("ring_exchange", "ag", 4096) == 2 and steps("ring_exchange", "ag", 4096, features=256) == 3
 
 
 # -- rows and walks ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,12 @@ import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 import tpoverlap as tpo
+from tests.tools.paper import CudaSession, Paper, on_paper
 from tpoverlap.testing import RankPool
 from tpoverlap.tools.bench import timing
 from tpoverlap.tools.bench.job import BenchJob
 from tpoverlap.tools.bench.methods import Methods
 from tpoverlap.tools.bench.report import BenchReport
-from tpoverlap.tools.bench.session import Session
 from tpoverlap.tools.bench.worker import bench_rank
 from tpoverlap.tools.cli import main
 
@@ -60,8 +59,19 @@ def test_all_suites_end_to_end(tmp_path: Path) -> None:
     assert operations[0] == "torch.mm" and {"ag sequential", "rs pipeline 4", "rs plain sequential"} <= set(operations)
     ours = next(row for row in rows["host"] if row["label"] == "ag ring_exchange")["host_us"]
     assert set(ours) == {f"{kind}_{t}" for kind in ("no_grad", "autograd", "backward") for t in ("same", "new")}
+    by_label = {row["label"]: row for row in rows["host"]}
+    for label, steps in (
+        ("ag ring_exchange", 2),
+        ("rs ring_exchange", 2),
+        ("rs pipeline 4", 4),
+        ("rs sequential", None),
+    ):
+        one = by_label[label]
+        assert one["steps"] == steps
+        same = {key: one["host_us"][key] for key in ("no_grad_same", "autograd_same")}
+        assert one["host_us_a_step"] == ({} if steps is None else {k: v / steps for k, v in same.items()})
     assert plot_path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and plot_path.stat().st_size > 20_000
-    for text in ("say NOTHING about GPUs", "ag 64x128x96", "of limit", "torch async-TP skipped", "C/mean T"):
+    for text in ("say NOTHING about GPUs", "ag 64x128x96", "of limit", "torch async-TP skipped", "C/mean T", "a step"):
         assert text in result.output, text
     assert [path.name for path in tmp_path.iterdir() if path.suffix not in (".json", ".png")] == []
 
@@ -118,60 +128,8 @@ def test_time_that_is_up_is_said_and_an_empty_run_is_a_problem(rank_pool: Callab
 # -- the queued mode, on a device of paper -----------------------------------------------------------------------------
 
 
-class Paper:
-    """A host clock and a stream that is busy until ``free_s``; the clock, the events and the delay of `timing`."""
-
-    now_s = 0.0
-    free_s = 0.0
-
-    @classmethod
-    def perf_counter(cls) -> float:
-        return cls.now_s
-
-    @classmethod
-    def host(cls, time_s: float) -> None:
-        cls.now_s += time_s
-
-    @classmethod
-    def device(cls, time_s: float) -> None:
-        cls.free_s = max(cls.free_s, cls.now_s) + time_s
-
-    @classmethod
-    def sleep(cls, cycles: int) -> None:
-        cls.device(cycles / 2e9)
-
-    @classmethod
-    def synchronize(cls, device: object = None) -> None:
-        cls.now_s = max(cls.now_s, cls.free_s)
-
-
-class PaperEvent:
-    def __init__(self, enable_timing: bool) -> None:
-        self.at_s = 0.0
-
-    def record(self) -> None:
-        self.at_s = max(Paper.free_s, Paper.now_s)
-
-    def query(self) -> bool:
-        return Paper.now_s >= self.at_s
-
-    def elapsed_time(self, end: PaperEvent) -> float:
-        return 1e3 * (end.at_s - self.at_s)
-
-
-class CudaSession(Session):
-    @property
-    def is_cuda(self) -> bool:
-        return True
-
-
 def time_on_paper(rank: int, world_size: int) -> dict[str, tuple[float, float | None, int]]:
     """0.2 ms on the device, 1 ms on the host of rank 1; and an operation of 0.1 and 0.3 ms."""
-    fakes = {"Event": PaperEvent, "_sleep": Paper.sleep, "synchronize": Paper.synchronize}
-    before = {name: getattr(torch.cuda, name) for name in fakes}
-    for name, fake in fakes.items():
-        setattr(torch.cuda, name, fake)
-    timing.time = Paper  # type: ignore[attr-defined]
 
     def host_bound() -> torch.Tensor:
         Paper.host(1e-3 * rank)
@@ -184,13 +142,9 @@ def time_on_paper(rank: int, world_size: int) -> dict[str, tuple[float, float | 
 
     group = dist.group.WORLD
     assert group is not None
-    try:
+    with on_paper():
         session = CudaSession(replace(_job(), rounds=3, queued_operations=20), group, rank)
         times = timing.measure(session, {"host bound": host_bound, "uneven": uneven})
-    finally:
-        for name, value in before.items():
-            setattr(torch.cuda, name, value)
-        timing.time = time  # type: ignore[attr-defined]
     return {label: (one.eager_us, one.queued_us, one.queued_operations) for label, one in times.items()}
 
 
@@ -200,6 +154,35 @@ def test_queued_times_hold_no_host_time_and_the_slowest_rank_counts(rank_pool: C
     eager_us, queued_us, operations = first["host bound"]
     assert eager_us > 900 and queued_us == pytest.approx(200) and operations == 20
     assert first["uneven"][:2] == pytest.approx((300, 300))
+
+
+def observe_on_paper(rank: int, world_size: int) -> tuple[list[str], list[tuple[str, str, int]]]:
+    """(what ran, what `after_round` was told) of two rounds with 3 calls each, one of the two runs with a lead."""
+    ran: list[str] = []
+    told: list[tuple[str, str, int]] = []
+    runs = {name: lambda name=name: ran.append(name) or torch.empty(0) for name in ("a", "b")}
+    group = dist.group.WORLD
+    assert group is not None
+    with on_paper():
+        session = CudaSession(replace(_job(), rounds=2, queued_operations=5), group, rank)
+        leads = {"a": lambda: ran.append("lead") or torch.empty(0)}
+        timing.measure(
+            session,
+            runs,  # type: ignore[arg-type]
+            calls=3,
+            leads=leads,  # type: ignore[arg-type]
+            after_round=lambda *given: told.append(given),
+        )
+    return ran, told
+
+
+def test_leads_and_observers(rank_pool: Callable[[int], RankPool]) -> None:
+    ran, told = rank_pool(2).run(observe_on_paper, timeout_s=60)[0]
+    assert told == [(name, mode, n) for name in "abba" for mode, n in (("eager", 3), ("queued", 5))]
+    assert ran.count("lead") == 2, "once a round"
+    planned, rounds = 5, 2
+    assert ran.count("a") == 1 + planned + rounds * (3 + 5)
+    assert ran.count("b") == 1 + planned + rounds * (2 + 3 + 5)
 
 
 # -- broken on purpose ------------------------------------------------------------------------------------------------

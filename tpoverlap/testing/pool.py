@@ -18,8 +18,9 @@ from tpoverlap.testing.wire import dumps, loads
 class RankPool:
     """``world_size`` spawned processes with one default process group, running one function after another.
 
-    The processes start with the first ``run``, die with this process, and are replaced by fresh ones after a ``run``
-    that failed or killed a rank: the group of such a run may hold half-finished collectives. One thread at a time.
+    The processes start with `start` or the first ``run``, die with this process, and are replaced by fresh ones after a
+    ``run`` that failed or killed a rank: the group of such a run may hold half-finished collectives. One thread at a
+    time.
 
     Args:
         world_size: number of ranks.
@@ -53,7 +54,26 @@ class RankPool:
         self._backend, self._device, self._env, self._num_threads = backend, device, dict(env or {}), num_threads
         self._group_timeout_s, self._start_timeout_s, self._grace_s = group_timeout_s, start_timeout_s, grace_s
         self._processes: RankProcesses | None = None
+        self._ready = False
         self._closed = False
+
+    def start(self) -> None:
+        """Start the processes, if there are none, and do not wait for them: several pools start side by side.
+
+        `run` waits. Not from several threads at once: what ``env`` says stands in this process for a moment.
+        """
+        if self._closed:
+            raise RuntimeError("this RankPool is closed; make a new one")
+        if self._processes is None:
+            self._ready = False
+            self._processes = RankProcesses(
+                self.world_size,
+                backend=self._backend,
+                device=self._device,
+                env=self._env,
+                num_threads=self._num_threads,
+                group_timeout_s=self._group_timeout_s,
+            )
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -108,21 +128,16 @@ class RankPool:
         self.close()
 
     def _started(self) -> RankProcesses:
-        if self._processes is not None and (dead := self._processes.dead()):
+        if self._processes is not None and self._ready and (dead := self._processes.dead()):
             warnings.warn(f"ranks {dead} died after they had answered; starting new ones", RuntimeWarning, stacklevel=3)
             self._discard()
-        if self._processes is None:
-            self._processes = RankProcesses(
-                self.world_size,
-                backend=self._backend,
-                device=self._device,
-                env=self._env,
-                num_threads=self._num_threads,
-                group_timeout_s=self._group_timeout_s,
-            )
+        self.start()
+        assert self._processes is not None, "just started"
+        if not self._ready:
             outcome = _Outcome(f"start of {self.world_size} ranks", self._processes, frozenset())
             outcome.collect(time.monotonic() + self._start_timeout_s, self._grace_s)
             outcome.check(f"not ready within {self._start_timeout_s:g} s")
+            self._ready = True
         return self._processes
 
     def _discard(self) -> None:

@@ -85,17 +85,20 @@ def host_table(rows: Sequence[Row]) -> Table:
     """One line an operation."""
     table = Table(title="host: microseconds until a call returns", title_justify="left", pad_edge=False)
     table.add_column("operation", no_wrap=True)
-    for heading in ("same T", "new T", "same T, autograd", "new T, autograd", "backward"):
+    for heading in ("same T", "new T", "same T, autograd", "new T, autograd", "backward", "steps"):
         table.add_column(heading, justify="right")
+    table.add_column("a step: same T, autograd", justify="right")
     for row in rows:
-        host = row["host_us"]
+        host, steps, a_step = row["host_us"], row.get("steps"), row.get("host_us_a_step") or {}
         cells = (
             figure(host.get(key), 1)
             for key in ("no_grad_same", "no_grad_new", "autograd_same", "autograd_new", "backward_same")
         )
-        table.add_row(row["label"], *cells, style="red" if row["problems"] else "")
+        per_step = ", ".join(figure(a_step[key], 1) for key in ("no_grad_same", "autograd_same") if key in a_step)
+        shown = "" if steps is None else str(steps)
+        table.add_row(row["label"], *cells, shown, per_step, style="red" if row["problems"] else "")
         for problem in row["problems"]:
-            table.add_row(f"  ERROR: {problem}", *[""] * 5, style="red")
+            table.add_row(f"  ERROR: {problem}", *[""] * 7, style="red")
     return table
 
 

@@ -8,7 +8,7 @@ whose delay ended before its last call was enqueued would count host time; it is
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -51,11 +51,17 @@ def measure(
     queued: bool = True,
     calls: int | None = None,
     queued_operations: int | None = None,
+    leads: Mapping[str, Run] | None = None,
+    after_round: Callable[[str, str, int], object] = lambda label, mode, calls: None,
 ) -> dict[str, Times]:
     """Times of each of ``runs``, which are the same on every rank and were checked before. Collective.
 
-    ``calls``: of an eager round; None: as many as fill the clock. A long run warms up with its first such round.
-    ``queued_operations``: of a queued round, at most; None: what the job says.
+    Args:
+        calls: of an eager round; None: as many as fill the clock. A long run warms up with its first such round.
+        queued_operations: of a queued round, at most; None: what the job says.
+        leads: label -> what runs before the clock of an eager round starts; else two calls of the run itself.
+        after_round: called with label, "eager" or "queued", and the number of calls of a round that counts, as soon as
+            the device has finished it.
     """
     stopwatch = _Stopwatch(session)
     for run in runs.values():
@@ -71,11 +77,14 @@ def measure(
     for turn in range(session.job.rounds):
         shift = turn % len(labels)
         for label in labels[shift:] + labels[:shift]:  # nobody is always the one behind the longest kernel
-            eager[label].append(stopwatch.eager_round(runs[label], counts[label]))
+            lead = None if leads is None else leads.get(label)
+            eager[label].append(stopwatch.eager_round(runs[label], counts[label], lead))
+            after_round(label, "eager", counts[label])
             if label in plans:
                 time_us, covered = stopwatch.queued_round(runs[label], plans[label])
                 if covered:
                     delayed[label].append(time_us)
+                    after_round(label, "queued", plans[label].operations)
     mine = [(median(eager[label]), delayed[label]) for label in labels]
     everyone: list[list[tuple[float, list[float]]]] = session.agree(mine)
     times: dict[str, Times] = {}
@@ -106,8 +115,8 @@ class _Stopwatch:
         time_us = self._largest(self.eager_round(run, _MIN_CALLS))
         return int(min(_MAX_CALLS, max(_MIN_CALLS, _TARGET_ROUND_US / max(time_us, 1.0))))
 
-    def eager_round(self, run: Run, calls: int) -> float:
-        """Microseconds a call, back to back."""
+    def eager_round(self, run: Run, calls: int, lead: Run | None = None) -> float:
+        """Microseconds a call, back to back, behind ``lead`` or two calls that are not timed."""
         self._session.barrier()
         if not self._session.is_cuda:
             start_s = time.perf_counter()
@@ -115,8 +124,8 @@ class _Stopwatch:
                 run()
             return 1e6 * (time.perf_counter() - start_s) / calls
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(_LEAD_CALLS):  # where nothing runs before, the first call's launches count whole
-            run()
+        for before in (run,) * _LEAD_CALLS if lead is None else (lead,):
+            before()  # where nothing runs before, the first call's launches count whole
         begin.record()
         for _ in range(calls):
             run()

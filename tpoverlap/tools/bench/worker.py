@@ -21,7 +21,7 @@ from tpoverlap.tools.bench.suites import load_suite
 if TYPE_CHECKING:
     from tpoverlap.tools.bench.suite import Row
 
-_RANK_ENVIRONMENT = {
+RANK_ENVIRONMENT = {
     # torch's async-TP makes a multicast object wherever it can; on shared hosts these have put GPUs out of service.
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
@@ -38,7 +38,7 @@ def spawn(job: BenchJob, where: dict[str, Any]) -> BenchReport:
         job,
         where,
         device=job.device_type,
-        env=_RANK_ENVIRONMENT if job.device_type == "cuda" else None,
+        env=RANK_ENVIRONMENT if job.device_type == "cuda" else None,
         timeout_s=limit_s,
         group_timeout_s=2 * job.timeout_s,
     )
@@ -49,7 +49,7 @@ def spawn(job: BenchJob, where: dict[str, Any]) -> BenchReport:
 def run_under_torchrun(job: BenchJob, rank: int, where: dict[str, Any]) -> BenchReport:
     """Run as ``rank`` of the world that torchrun made; its environment says where to meet."""
     if job.device_type == "cuda":
-        os.environ.update(_RANK_ENVIRONMENT)
+        os.environ.update(RANK_ENVIRONMENT)
         if job.shares_gpus:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         torch.cuda.set_device(job.device(rank))

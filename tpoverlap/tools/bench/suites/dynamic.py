@@ -31,6 +31,9 @@ LABELS: Final = (AUTO, PLAIN, PADDED)
 _CPU_SHAPES: Final = ((512, 128, 96), (512, 96, 128))
 _CPU_QUICK: Final = ((128, 64, 48),)
 _CPU_STEPS: Final = 8
+_LEAD_STEPS: Final = 2
+"""Of a walk, run before its clock starts: a whole walk would take as long as what it leads in."""
+_EXACT_QUEUED: Final = 20
 
 
 class DynamicSuite(Suite):
@@ -65,10 +68,16 @@ class DynamicSuite(Suite):
         summary = self.summary(rows)
         lines = [
             f"{name}: over padding {walk['padded_speed_up']:.3f} (C / mean T = {walk['capacity_over_mean']:.3f}), "
-            f"over plain sequential {walk['sequential_speed_up']:.3f}, summed over {walk['num_rows']} rows"
+            f"over plain sequential {walk['sequential_speed_up']:.3f} ("
+            + ", ".join(f"{one} {figures['sequential_speed_up']:.3f}" for one, figures in walk["by_direction"].items())
+            + f"), summed over {walk['num_rows']} rows of {walk['num_shapes']} shapes"
             for name, walk in summary["walks"].items()
         ]
-        return [*lines, *(f"  target missed: {line}" for line in summary["missed"])]
+        rules = targets.targets()
+        if not summary["judged"]:
+            return [*lines, f"targets are not judged: they hold for {rules['holds_for']}"]
+        lines.append(f"targets ({rules['source']}) missed: {len(summary['missed'])} of {summary['num_targets']}")
+        return [*lines, *(f"  {line}" for line in summary["missed"])]
 
 
 def walks_for(job: BenchJob, capacity_tokens: int) -> list[Walk]:
@@ -119,10 +128,12 @@ class _DynamicRunner(Runner):
         checked = [self._check(self._at(row, tokens)) for tokens in walk.probes()]
         errors = {label: error for one in checked for label, error in one.errors.items()}
         runs: dict[str, Run] = {}
+        leads: dict[str, Run] = {}
         for label in LABELS:
             if label not in errors:
-                runs[label] = _in_a_row([self._run(self._at(row, tokens), label) for tokens in walk.num_tokens])
-        times = measure(self._session, runs, queued=False, calls=1) if runs else {}
+                steps = [self._run(self._at(row, tokens), label) for tokens in walk.num_tokens]
+                runs[label], leads[label] = _in_a_row(steps), _in_a_row(steps[:_LEAD_STEPS])
+        times = measure(self._session, runs, queued=False, calls=1, leads=leads) if runs else {}
         totals = {label: one.eager_us for label, one in times.items()}
         return {
             "rule": walk.rule,
@@ -163,13 +174,14 @@ class _DynamicRunner(Runner):
         }
         if errors:
             problems = [f"T={num_tokens}, {name}: {error}" for name, error in errors.items()]
-            return {"tokens": num_tokens, "ratio": None, "problems": problems}
+            return {"tokens": num_tokens, "ratios": {}, "ratio": None, "problems": problems}
         inputs = RowInputs(self._session, self._operands, at, num_tokens)
 
         def on(methods: Methods) -> Run:
             return methods.prepare(AUTO, at, inputs.x, inputs.weight, inputs.partition)
 
-        times = measure(self._session, {"capacity C": on(self._methods), "capacity T": on(exact)})
+        both = {"capacity C": on(self._methods), "capacity T": on(exact)}
+        times = measure(self._session, both, queued_operations=_EXACT_QUEUED)
         ratios = {
             mode: formulas.ratio(times["capacity C"].of(mode), times["capacity T"].of(mode))
             for mode in ("eager", "queued")

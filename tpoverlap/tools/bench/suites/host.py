@@ -1,5 +1,7 @@
 """``host``: microseconds until an operation's call returns: same T again or a new one, with and without autograd.
 
+Of methods that cut the GEMM in parts also microseconds a step, which is a part with its transfer and its flags.
+
 On a GPU nothing waits for the device within a few calls, so this is the host's own work. On a CPU the call does the
 work itself, and its time is in the figure.
 """
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
 from tpoverlap.tools.bench import baselines, targets
 from tpoverlap.tools.bench.correctness import Reference
 from tpoverlap.tools.bench.job import BenchJob, Direction
@@ -31,6 +34,8 @@ _CALLS: Final = 8
 """Calls of a batch: few enough that no queue fills up and makes the host wait."""
 _BATCHES_A_ROUND: Final = 6
 _STRIDE: Final = 17
+_SAME_T: Final = ("no_grad_same", "autograd_same")
+"""Of these the number of steps is known: a new T may have more pieces."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,35 @@ class HostSuite(Suite):
         return host_table(rows)
 
     def conclusions(self, rows: Sequence[Row]) -> list[str]:
-        """What was missed."""
-        return [f"  target missed: {line}" for line in self.summary(rows)["missed"]]
+        """How many targets were met, and what was missed."""
+        summary, rules = self.summary(rows), targets.targets()
+        bounds = f"{rules['host']['no_grad_us']:g} us without autograd, {rules['host']['autograd_us']:g} with"
+        what = f"{' and '.join(rules['host']['methods'])} ({rules['source']}): at most {bounds}"
+        if not summary["judged"]:
+            return [f"targets of {what}: not judged, they hold for {rules['holds_for']}"]
+        met = summary["num_targets"] - len(summary["missed"])
+        lines = [f"targets of {what}: {met} of {summary['num_targets']} met"]
+        return lines + [f"  target missed: {line}" for line in summary["missed"]]
+
+
+def steps_of(operation: str, row: GemmRow, tp_size: int, itemsize: int) -> int | None:
+    """Parts that a method cuts the GEMM of ``row`` in, each with a transfer or a sum; None where it cuts nothing."""
+    partition = row.partition(tp_size)
+    if operation.startswith("pipeline"):
+        return int(operation.split()[1])
+    if operation == "ring aggregate":
+        return -(-tp_size // 2)
+    if operation != "ring_exchange":
+        return None
+    gathers = row.direction == "ag"
+    if gathers:
+        piece_rows = gather_piece_rows(partition, row.width, itemsize)
+    else:
+        piece_rows = scatter_piece_rows(partition, row.width, itemsize, row.in_features * itemsize)
+    if piece_rows is None or (gathers and not multiplies_pieces(row.features)):
+        return tp_size
+    pieces = -(-partition.max_count // piece_rows)
+    return 1 + (tp_size - 1) * pieces if gathers else tp_size * pieces
 
 
 class _HostRunner(Runner):
@@ -98,6 +130,7 @@ class _HostRunner(Runner):
         if not problems:
             figures = self._figures(item)
         self._methods.manager.check()
+        steps = steps_of(item.operation, row, self._session.tp_size, self._session.job.dtype.itemsize)
         return {
             "suite": "host",
             "label": item.label,
@@ -105,6 +138,8 @@ class _HostRunner(Runner):
             "direction": item.direction,
             "shape": [row.num_tokens, row.in_features, row.out_features],
             "host_us": figures,
+            "steps": steps,
+            "host_us_a_step": {} if steps is None else {k: v / steps for k, v in figures.items() if k in _SAME_T},
             "judged": self._session.job.is_judged,
             "measured": bool(figures),
             "problems": problems,
