@@ -18,7 +18,7 @@ DRIVER = {
 """Calls of the driver at R = 2 and one piece; `tpoverlap.comm.device_exchange` lists those of a gather."""
 PYTHON = {
     "ring all-gather": 57,
-    "ring reduce-scatter": 60,
+    "ring reduce-scatter": 61,
     "bulk all-gather": 65,
     "bulk reduce-scatter": 66,
     "sequential all-gather": 95,
