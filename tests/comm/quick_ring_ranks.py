@@ -23,7 +23,7 @@ from tpoverlap.memory.base import agree
 from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WRITE_32, MemoryOperations
 from tpoverlap.overlap import fused_launch
 from tpoverlap.testing import faults
-from tpoverlap.testing.simulated import SimulatedBackend
+from tpoverlap.testing.simulated import CALLER, SimulatedBackend, SimulatedDriver
 from tpoverlap.tokens import TokenPartition
 
 KINDS = ("ring_ag", "ring_rs", "bulk_ag", "bulk_rs")
@@ -228,12 +228,16 @@ def mixed(rank: int, size: int, turns: int, late: int) -> tuple[int, int]:
     """
     generator, quick, left = random.Random(rank), 0, 0
     with cut_early(), refreshed(7), ops.make_manager(SimulatedBackend, 30.0) as mgr:  # type: ignore[arg-type]
+        mgr.register("wide", 2 * ops.WIDTH)  # in regions of its own
         for seed, partition in enumerate(ops.partitions(size, turns)):
             with counted(allowed=(rank + seed) % 2 == 0) as opened:
                 for kind in KINDS:
                     if rank == late or (late < 0 and generator.random() < 0.2):
                         time.sleep(2e-3 * generator.random())
                     ops.run_checked(mgr, kind, partition, seed)
+                wide, weight = ops.integers(seed, partition.total, 2 * ops.WIDTH), ops.integers(rank, 3, 2 * ops.WIDTH)
+                y = tpo.all_gather_gemm(wide[partition.rows(rank)], weight, mgr.layer("wide"), partition=partition)
+                ops.require_equal(y, wide @ weight.t(), "another width")
                 if seed % 3 == 2:
                     mgr.set_active_shape((partition.total, ops.WIDTH), partition)
                     held = mgr.get("qkv_fprop").get_buffer()
@@ -243,6 +247,43 @@ def mixed(rank: int, size: int, turns: int, late: int) -> tuple[int, int]:
             quick, left = quick + opened.quick, left + opened.left
         mgr.check()
     return quick, left
+
+
+class TwoCallersDriver(SimulatedDriver):
+    """Two callers' streams, both of which do everything at once; torch's work is on ``current_handle``."""
+
+    current_handle = CALLER
+
+    def caller_stream(self) -> int:
+        return self.current_handle
+
+    def _give(self, stream: int, work: Any) -> None:
+        super()._give(CALLER if stream == OTHER else stream, work)
+
+
+class TwoCallersBackend(SimulatedBackend):
+    def driver(self) -> SimulatedDriver:
+        return TwoCallersDriver()
+
+
+OTHER = 1000
+
+
+def two_callers(rank: int, size: int, turns: int) -> list[list[bool]]:
+    """For each kind which of its turns were quick; the caller's stream is another one after every third."""
+    found = []
+    with ops.make_manager(TwoCallersBackend, 30.0) as mgr:  # type: ignore[arg-type]
+        driver = mgr.channel.transport.driver  # type: ignore[union-attr]
+        assert isinstance(driver, TwoCallersDriver), "the backend's"
+        for kind in ("ring_ag", "ring_rs"):
+            found.append([])
+            for seed, partition in enumerate(ops.partitions(size, turns)):
+                driver.current_handle = (CALLER, OTHER)[seed // 3 % 2]
+                with counted() as opened:
+                    ops.run_checked(mgr, kind, partition, seed)
+                found[-1].append(opened.quick == 1)
+        mgr.check()
+    return found
 
 
 def near_the_wrap(rank: int, size: int, before: int, turns: int) -> int:
