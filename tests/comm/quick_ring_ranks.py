@@ -16,16 +16,19 @@ from tests.comm import operations as ops
 from tests.comm.rank_functions import Outcome, attempt, start_at
 from tests.costs.null_device import NullBackend, NullDriver
 from tpoverlap import pieces
-from tpoverlap.comm import Meter, Trace, device_exchange, quick_operation
+from tpoverlap.comm import Meter, OneSidedExchange, Trace, device_exchange, quick_operation
 from tpoverlap.comm.quick_ring import QuickRing
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.memory.base import agree
 from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WAIT_64, MemoryOperations
+from tpoverlap.overlap import fused_launch
 from tpoverlap.testing import faults
-from tpoverlap.testing.simulated import SimulatedBackend
+from tpoverlap.testing.simulated import CALLER, SimulatedBackend, SimulatedDriver
 from tpoverlap.tokens import TokenPartition
 
 KINDS = ("ring_ag", "ring_rs", "bulk_ag", "bulk_rs")
+MORE_KINDS = ("gathered", "nested", "launch_ag", "launch_rs")
+"""With the gathered rows; forward and backward, where a scatter runs inside a gather; rows that a kernel moves."""
 
 
 @contextmanager
@@ -123,6 +126,17 @@ def _named(given: list[Given], places: list[tuple[str, int, int]]) -> list[Given
     return named
 
 
+def _launch(mgr: tpo.UserBufferManager, partition: TokenPartition, *, scatter: bool) -> None:
+    """`fused` in one launch, but for the launch."""
+    name = "fc2_fprop" if scatter else "qkv_fprop"
+    context = mgr.operation(mgr.get(name), partition, scatter=scatter)
+    if not fused_launch._quickly(context, lambda view: [], scatter=scatter):
+        opened = context.open_scatter(order="at_once") if scatter else context.open_gather(order="at_once")
+        with opened as exchange:
+            assert isinstance(exchange, OneSidedExchange), "mapped memory"
+            assert fused_launch._credits_on_the_callers_stream(exchange, mgr.channel), "a device"
+
+
 def _given(rank: int, size: int, turns: int, narrow: bool, *, quick: bool) -> tuple[list[list[Given]], dict[str, int]]:
     """By operation what the streams were given, and the driver's calls."""
     with (
@@ -135,17 +149,29 @@ def _given(rank: int, size: int, turns: int, narrow: bool, *, quick: bool) -> tu
         assert isinstance(driver, _Recording), "the backend's"
         places, found = _places(mgr), []
         for seed, partition in enumerate(ops.partitions(size, turns)):
-            for kind in (*KINDS, "gathered"):
+            x, w = ops._x(partition, seed)[partition.rows(rank)], ops._w(rank, seed, ops.OUT)
+            for kind in (*KINDS, *MORE_KINDS):
                 driver.given.clear()
                 if kind == "gathered":
-                    x, w = ops._x(partition, seed)[partition.rows(rank)], ops._w(rank, seed, ops.OUT)
                     tpo.all_gather_gemm(x, w, mgr.layer("qkv"), partition=partition, return_gathered=True)
+                elif kind == "nested":
+                    with torch.enable_grad():
+                        inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
+                        y = tpo.all_gather_gemm(*inputs, mgr.layer("qkv"), partition=partition)
+                        y.sum().backward()
+                elif kind.startswith("launch"):
+                    _launch(mgr, partition, scatter=kind == "launch_rs")
                 else:
                     ops.run(mgr, kind, partition, seed)
-                found.append(_named(driver.given, places))
+                named = _named(driver.given, places)
+                if kind == "nested":  # a quick operation takes its host word earlier
+                    named = [
+                        one._replace(address="", value=0) if one.address[0] == "host words" else one for one in named
+                    ]
+                found.append(named)
         calls = dict(driver.calls)
     if quick:
-        assert opened.quick > 4 * turns, f"only {opened.quick} operations were quick"
+        assert opened.quick == 10 * turns - 2, f"only {opened.quick} operations were quick"
     return found, calls
 
 
@@ -157,10 +183,12 @@ def same_words(rank: int, size: int, turns: int, narrow: bool) -> list[str]:
     quick, fewer = _given(rank, size, turns, narrow, quick=True)
     slow, more = _given(rank, size, turns, narrow, quick=False)
     wrong = []
+    kinds = (*KINDS, *MORE_KINDS)
     for number, both in enumerate(zip(quick, slow, strict=True)):
-        mine, its = (_by_stream(given) for given in both)
+        kind = kinds[number % len(kinds)]
+        mine, its = (_by_stream(given, one_writer="launch" in kind) for given in both)
         wrong += [
-            f"operation {number}, {what}: {mine.get(what)} instead of {its.get(what)}"
+            f"operation {number}, {kind}, {what}: {mine.get(what)} instead of {its.get(what)}"
             for what in {*mine, *its}
             if mine.get(what) != its.get(what)
         ]
@@ -168,11 +196,13 @@ def same_words(rank: int, size: int, turns: int, narrow: bool) -> list[str]:
     return wrong
 
 
-def _by_stream(given: list[Given]) -> dict[str, list[Given]]:
+def _by_stream(given: list[Given], *, one_writer: bool) -> dict[str, list[Given]]:
+    """``one_writer``: whichever of the caller's and the word stream that is."""
     found: dict[str, list[Given]] = {}
     for one in given:
-        waits = one.kind in (WAIT_32, WAIT_64)
-        found.setdefault("waits" if waits else f"stream {one.stream}", []).append(one._replace(stream=0))
+        where = "writes" if one_writer else f"stream {one.stream}"
+        where = "waits" if one.kind in (WAIT_32, WAIT_64) else where
+        found.setdefault(where, []).append(one._replace(stream=0))
     return found
 
 
@@ -196,12 +226,16 @@ def mixed(rank: int, size: int, turns: int, late: int) -> tuple[int, int]:
     """
     generator, quick, left = random.Random(rank), 0, 0
     with cut_early(), refreshed(7), ops.make_manager(SimulatedBackend, 30.0) as mgr:  # type: ignore[arg-type]
+        mgr.register("wide", 2 * ops.WIDTH)  # in regions of its own
         for seed, partition in enumerate(ops.partitions(size, turns)):
             with counted(allowed=(rank + seed) % 2 == 0) as opened:
                 for kind in KINDS:
                     if rank == late or (late < 0 and generator.random() < 0.2):
                         time.sleep(2e-3 * generator.random())
                     ops.run_checked(mgr, kind, partition, seed)
+                wide, weight = ops.integers(seed, partition.total, 2 * ops.WIDTH), ops.integers(rank, 3, 2 * ops.WIDTH)
+                y = tpo.all_gather_gemm(wide[partition.rows(rank)], weight, mgr.layer("wide"), partition=partition)
+                ops.require_equal(y, wide @ weight.t(), "another width")
                 if seed % 3 == 2:
                     mgr.set_active_shape((partition.total, ops.WIDTH), partition)
                     held = mgr.get("qkv_fprop").get_buffer()
@@ -211,6 +245,43 @@ def mixed(rank: int, size: int, turns: int, late: int) -> tuple[int, int]:
             quick, left = quick + opened.quick, left + opened.left
         mgr.check()
     return quick, left
+
+
+class TwoCallersDriver(SimulatedDriver):
+    """Two callers' streams, both of which do everything at once; torch's work is on ``current_handle``."""
+
+    current_handle = CALLER
+
+    def caller_stream(self) -> int:
+        return self.current_handle
+
+    def _give(self, stream: int, work: Any) -> None:
+        super()._give(CALLER if stream == OTHER else stream, work)
+
+
+class TwoCallersBackend(SimulatedBackend):
+    def driver(self) -> SimulatedDriver:
+        return TwoCallersDriver()
+
+
+OTHER = 1000
+
+
+def two_callers(rank: int, size: int, turns: int) -> list[list[bool]]:
+    """For each kind which of its turns were quick; the caller's stream is another one after every third."""
+    found = []
+    with ops.make_manager(TwoCallersBackend, 30.0) as mgr:  # type: ignore[arg-type]
+        driver = mgr.channel.transport.driver  # type: ignore[union-attr]
+        assert isinstance(driver, TwoCallersDriver), "the backend's"
+        for kind in ("ring_ag", "ring_rs"):
+            found.append([])
+            for seed, partition in enumerate(ops.partitions(size, turns)):
+                driver.current_handle = (CALLER, OTHER)[seed // 3 % 2]
+                with counted() as opened:
+                    ops.run_checked(mgr, kind, partition, seed)
+                found[-1].append(opened.quick == 1)
+        mgr.check()
+    return found
 
 
 def near_the_wrap(rank: int, size: int, before: int, turns: int) -> int:

@@ -27,6 +27,12 @@ def test_ranks_of_both_kinds(rank_pool: Pools, world_size: int, late: int) -> No
         assert quick >= 8 and left >= 16, f"{quick} quick, {left} not"
 
 
+def test_two_callers_streams(rank_pool: Pools) -> None:
+    """A reader of the slot on another stream leaves the operation to `DeviceExchange`; so does the first use."""
+    quick = [False, True, True, False, False, True, False, False, True]
+    assert rank_pool(2).run(functions.two_callers, 9, timeout_s=60) == [[quick, quick]] * 2
+
+
 def test_epochs_wrap(rank_pool: Pools) -> None:
     """But for the first and the refreshed uses (two a region each) all are quick."""
     assert rank_pool(2).run(functions.near_the_wrap, 7, 9, timeout_s=60) == [9 * 4 - 4] * 2

@@ -13,6 +13,7 @@ import torch
 
 import tpoverlap as tpo
 from tests.comm import operations as ops
+from tests.comm.quick_ring_ranks import OTHER, TwoCallersBackend, TwoCallersDriver
 from tests.overlap import fused_ranks
 from tpoverlap import fused_form
 from tpoverlap.comm import Trace, device_exchange, quick_operation, quick_trade
@@ -21,7 +22,7 @@ from tpoverlap.manager import UserBufferManager
 from tpoverlap.overlap import gather_beside, sequential
 from tpoverlap.overlap.kernel_trader import KernelTrader
 from tpoverlap.testing.conformance.setting import Setting
-from tpoverlap.testing.simulated import CALLER, SimulatedBackend, SimulatedDriver
+from tpoverlap.testing.simulated import CALLER, SimulatedBackend
 from tpoverlap.tokens import TokenPartition
 
 KINDS = ("sequential_ag", "sequential_rs")
@@ -203,35 +204,15 @@ def strided_biases(rank: int, size: int, method: str) -> list[str]:
     return wrong
 
 
-class _TwoCallersDriver(SimulatedDriver):
-    """Two callers' streams, both of which do everything at once; torch's work is on ``current``."""
-
-    current_handle = CALLER
-
-    def caller_stream(self) -> int:
-        return self.current_handle
-
-    def _give(self, stream: int, work: Any) -> None:
-        super()._give(CALLER if stream == _OTHER else stream, work)
-
-
-class _TwoCallersBackend(SimulatedBackend):
-    def driver(self) -> SimulatedDriver:
-        return _TwoCallersDriver()
-
-
-_OTHER = 1000
-
-
 def two_streams(rank: int, size: int, turns: int) -> tuple[dict[str, int], int]:
     """The same slots from two callers' streams in turn; the second number: operations in few calls."""
-    with ops.make_manager(_TwoCallersBackend, 30.0) as mgr, counted() as traded:  # type: ignore[arg-type]
+    with ops.make_manager(TwoCallersBackend, 30.0) as mgr, counted() as traded:  # type: ignore[arg-type]
         assert mgr.channel is not None, "several ranks"
         driver = mgr.channel.transport.driver
-        assert isinstance(driver, _TwoCallersDriver), "the backend's"
+        assert isinstance(driver, TwoCallersDriver), "the backend's"
         for seed, partition in enumerate(ops.partitions(size, turns)):
             for number, kind in enumerate(KINDS):
-                driver.current_handle = (CALLER, _OTHER)[(seed // 3 + number) % 2]
+                driver.current_handle = (CALLER, OTHER)[(seed // 3 + number) % 2]
                 ops.run_checked(mgr, kind, partition, seed)
         mgr.check()
     return traded.calls, traded.quick
