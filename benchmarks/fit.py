@@ -131,10 +131,15 @@ def _fit_gemm(fitted: Fitted, observations: Sequence[Observation]) -> Fitted:
     return fitted
 
 
+_FAR = 1.5
+"""Times what the model says of the device: more than it errs, or than a clock that follows the power explains."""
+
+
 def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str, float]:
     """Processor time by direction and method: the median over rows that the device alone would finish far earlier.
 
-    Where there is no such row the processor was never the limit: it takes no longer than the shortest row.
+    Where there is no such row the processor was never the limit: it takes no longer than the shortest row, nor than
+    the start says, nor (no start) than a ring's launches.
     """
     bound: dict[tuple[str, str, int], list[float]] = {}
     alone: dict[tuple[str, str, int], list[float]] = {}  # where they were timed by themselves, that is what counts
@@ -143,7 +148,7 @@ def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str
     for seen in observations:
         if seen.quantity == "plain":
             shortest["", "plain", 0] = min(seen.time_us, shortest.get(("", "plain", 0), seen.time_us))
-            if seen.time_us >= 1.15 * idle.predict_us(seen):
+            if seen.time_us >= _FAR * idle.predict_us(seen):
                 bound.setdefault(("", "plain", 0), []).append(seen.time_us)
         if seen.quantity == "host" and seen.candidate is None:
             alone.setdefault(("", "plain", 0), []).append(seen.time_us)
@@ -158,9 +163,13 @@ def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str
             alone.setdefault(key, []).append(seen.time_us)
             continue
         shortest[key] = min(seen.time_us, shortest.get(key, seen.time_us))
-        if seen.time_us >= 1.15 * idle.predict_us(seen):
+        if seen.time_us >= _FAR * idle.predict_us(seen):
             bound.setdefault(key, []).append(seen.time_us)
-    times = {key: median(bound[key]) if key in bound else time_us for key, time_us in shortest.items()}
+    starts, times = fitted.device.host_us, {key: median(values) for key, values in bound.items()}
+    for key, time_us in shortest.items():
+        if key not in times:
+            ring = times.get((key[0], "ring_exchange", 0), time_us)
+            times[key] = min(time_us, starts.get(f"{key[0]} {key[1]}", ring))
     times |= {key: median(values) for key, values in alone.items()}
     host = {f"{way} {method}".strip(): round(value, 1) for (way, method, splits), value in times.items() if not splits}
     by_splits = sorted((splits, value) for (_, _, splits), value in times.items() if splits)

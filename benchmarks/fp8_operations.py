@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.fp8_search import search
-from benchmarks.observations import BENCH_METHODS, RESULTS, candidate_of, on_two, problem_of
+from benchmarks.observations import BENCH_METHODS, RESULTS, candidate_of, former, on_two, problem_of
 from tpoverlap.tuning import Candidate, DeviceModel, Problem, estimate, plain
 from tpoverlap.tuning.device import OneKernel
 from tpoverlap.tuning.model import launched_as
@@ -55,7 +55,8 @@ def read_operations(folder: Path = RESULTS, gpu: str = "H200") -> list[Operation
             continue
         for row in data["rows"]:
             if row.get("suite") == "gemm" and row.get("numbers") == "fp8":
-                found += _operations(path.name, row, data["environment"].get("tp_size", 2))
+                operations = _operations(path.name, row, data["environment"].get("tp_size", 2))
+                found += [one for one in operations if one.candidate is None or not former(data["environment"])]
     return found
 
 
