@@ -147,7 +147,7 @@ class QuickRing(QuickOperation):
         return caller, epoch, flight, slot, end
 
     def push(self, turn: Turn, source: torch.Tensor) -> None:
-        """Send everything, and copy own rows if the form says so; ``source`` is there from the start."""
+        """Send everything; ``source`` is there from the start."""
         slot, caller = turn[3], turn[0].handle
         assert source.is_contiguous(), "a copy engine moves contiguous bytes"
         submit, copy, comm, address = self._submit, self._copy, self._comm.handle, source.data_ptr()
@@ -163,8 +163,16 @@ class QuickRing(QuickOperation):
             copy(comm, target, address + first, size_bytes)
         if sheet.sent is not None:
             submit(comm, sheet.sent)
-        if slot.own is not None and slot.own[0] != address:  # else the caller wrote them there
-            copy(comm, slot.own[0], address, slot.own[1])
+
+    def copy_own(self, turn: Turn, source: torch.Tensor) -> None:
+        """Of a form that copies own rows, behind everything that was sent.
+
+        Before the waits, but after a GEMM that they are not needed for: this is a kernel, it waits for the copies to
+        the peers, and with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) so does all that comes after it.
+        """
+        own, address = turn[3].own, source.data_ptr()
+        if own is not None and own[0] != address:  # else the caller wrote them there
+            self._copy(self._comm.handle, own[0], address, own[1])
 
     def start(self, turn: Turn) -> None:
         """Of a sheet that has a start: before the first transfer, or the kernel that moves the rows."""

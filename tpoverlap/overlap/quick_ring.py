@@ -84,6 +84,8 @@ def gather(
     try:
         ring.push(turn, x_shard_t)
         gemm.rows(x_shard_t, plan.own_start)
+        if read_gathered is not None:
+            ring.copy_own(turn, x_shard_t)
         epoch, region = turn[1], ring.region
         for group, chunk in enumerate(plan.chunks):
             ring.wait(turn, group)
@@ -147,8 +149,8 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
 class QuickGather:
     """A whole all-gather that is open, see `bulk.PendingGather`. Whoever opened it calls `close`."""
 
-    def __init__(self, ring: QuickRing, turn: Turn, whole: tuple[int, int]) -> None:
-        self._ring, self._turn, self._whole = ring, turn, whole
+    def __init__(self, ring: QuickRing, turn: Turn, whole: tuple[int, int], own: torch.Tensor) -> None:
+        self._ring, self._turn, self._whole, self._own = ring, turn, whole, own
         self._waited = False
 
     def run_beside(self, work: Work) -> None:
@@ -160,6 +162,7 @@ class QuickGather:
         ring, turn = self._ring, self._turn
         if not self._waited:
             self._waited = True
+            ring.copy_own(turn, self._own)
             ring.wait_all(turn)
         read_gathered(ring.region.view(ring.rank, turn[1], 0, self._whole, ring.dtype))
 
@@ -189,7 +192,7 @@ def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> QuickGath
         return None
     try:
         ring.push(turn, x_shard_t)
-        return QuickGather(ring, turn, (context.partition.total, context.width))
+        return QuickGather(ring, turn, (context.partition.total, context.width), x_shard_t)
     except BaseException as error:
         ring.fail(error, turn)
         ring.leave()
@@ -205,6 +208,7 @@ def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work
     try:
         ring.push(turn, x_shard_t)
         work()
+        ring.copy_own(turn, x_shard_t)
         ring.wait_all(turn)
         whole = (context.partition.total, context.width)
         read_gathered(ring.region.view(ring.rank, turn[1], 0, whole, ring.dtype))
