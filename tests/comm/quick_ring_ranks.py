@@ -13,14 +13,14 @@ import torch
 
 import tpoverlap as tpo
 from tests.comm import operations as ops
-from tests.comm.rank_functions import Outcome, attempt, start_at
+from tests.comm.rank_functions import Outcome, _own_threads, attempt, start_at
 from tests.costs.null_device import NullBackend, NullDriver
 from tpoverlap import pieces
-from tpoverlap.comm import Meter, OneSidedExchange, Trace, device_exchange, quick_operation
+from tpoverlap.comm import Meter, OneSidedExchange, Trace, device_exchange, quick_operation, word_sheet
 from tpoverlap.comm.quick_ring import QuickRing
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.memory.base import agree
-from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WAIT_64, MemoryOperations
+from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WAIT_64, WRITE_64, MemoryOperations
 from tpoverlap.overlap import fused_launch
 from tpoverlap.testing import faults
 from tpoverlap.testing.simulated import CALLER, SimulatedBackend, SimulatedDriver
@@ -296,6 +296,73 @@ def near_the_wrap(rank: int, size: int, before: int, turns: int) -> int:
         mgr.check()
         assert mgr.channel.regions["ag"].uses > 1 << 32, "it was passed"
     return opened.quick
+
+
+def batches_too_long(rank: int, size: int) -> tuple[int, int]:
+    """Where the driver takes three operations at a time: how many operations were quick, and how many were refused."""
+    with (
+        mock.patch.object(word_sheet, "MAX_OPERATIONS", 3),
+        counted() as opened,
+        ops.make_manager(SimulatedBackend, 30.0) as mgr,  # type: ignore[arg-type]
+    ):
+        for seed, partition in enumerate(ops.partitions(size, 4)):
+            for kind in KINDS:
+                ops.run_checked(mgr, kind, partition, seed)
+    return opened.quick, opened.left
+
+
+def told_of_what_fails(rank: int, size: int) -> list[tuple[int, int]]:
+    """Of operations whose first GEMM raises: words of its descriptor that peers get, and words that the host gets."""
+    found, partition = [], TokenPartition.balanced(31, size)
+    for kind, owner, name in (("ring_rs", PartialGemm, "rows"), ("ring_ag", RowGemm, "rows"), ("launch_ag", None, "")):
+        mgr = ops.make_manager(_RecordingBackend)  # type: ignore[arg-type]
+        driver, places = mgr.channel.transport.driver, _places(mgr)  # type: ignore[union-attr]
+        assert isinstance(driver, _Recording), "the backend's"
+        for seed in range(2):
+            ops.run(mgr, "ring_rs" if kind == "ring_rs" else "ring_ag", partition, seed)
+        driver.given.clear()
+
+        def boom(*arguments: Any, **options: Any) -> Any:
+            raise ValueError("something in the model")
+
+        with counted() as opened, suppress(Exception):
+            if owner is None:
+                context = mgr.operation(mgr.get("qkv_fprop"), partition, scatter=False)
+                fused_launch._quickly(context, boom, scatter=False)
+            else:
+                with mock.patch.object(owner, name, boom):
+                    ops.run(mgr, kind, partition, 2)
+        assert opened.quick == 1, "it was quick"
+        named = _named(driver.given, places)
+        published = {one.address for one in named if one.kind == WRITE_64}
+        found.append((len(published), sum(one.address[0] == "host words" for one in named)))
+        mgr.abort()
+    return found
+
+
+def aborts(rank: int, size: int, kind: str) -> tuple[Outcome, Outcome, int]:
+    """The last rank aborts in its first GEMM, as a signal handler may: abort (others: close), check, threads left."""
+    before, partition, aborted = len(_own_threads()), TokenPartition.balanced(31, size), []
+    mgr = ops.make_manager(SimulatedBackend, 20.0)  # type: ignore[arg-type]
+    for seed in range(2):
+        ops.run_checked(mgr, kind, partition, seed)
+    owner: Any = RowGemm if kind == "ring_ag" else PartialGemm
+    real = owner.rows
+
+    def rows(*arguments: Any, **options: Any) -> None:
+        if not aborted:
+            aborted.append(attempt(mgr.abort))
+        real(*arguments, **options)
+
+    disturbance = mock.patch.object(owner, "rows", rows) if rank == size - 1 else nullcontext()
+    with counted() as opened, disturbance, suppress(Exception):
+        ops.run(mgr, kind, partition, 2)
+    assert opened.quick == 1, "it was quick"
+    started, check = time.monotonic(), attempt(mgr.check)
+    while check.error == "ok" and time.monotonic() < started + 8.0:
+        time.sleep(0.02)
+        check = attempt(mgr.check)
+    return aborted[0] if rank == size - 1 else attempt(mgr.close), check, len(_own_threads()) - before
 
 
 # -- what is left to the other way -------------------------------------------------------------------------------

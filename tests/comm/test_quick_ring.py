@@ -65,3 +65,24 @@ def test_a_gemm_raises(rank_pool: Pools, world_size: int, kind: str, after: int)
             assert check.error == "TpOverlapError" and "something in the model" in check.message, check
         else:
             assert check.error == "PeerTimeoutError" and check.peer == who, f"rank {rank}: {check}"
+
+
+def test_batches_that_the_driver_does_not_take_at_once(rank_pool: Pools) -> None:
+    """Such operations are `DeviceExchange`'s from the start."""
+    assert rank_pool(3).run(functions.batches_too_long, timeout_s=60) == [(0, 0)] * 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_peers_are_told_what_failed(rank_pool: Pools, world_size: int) -> None:
+    """Also where the descriptor travels behind the GEMM. Then the host hears when the device is through."""
+    expected = [(2 * (world_size - 1), 1)] * 3
+    assert rank_pool(world_size).run(functions.told_of_what_fails, timeout_s=60) == [expected] * world_size
+
+
+@pytest.mark.parametrize("kind", ["ring_ag", "ring_rs"])
+def test_abort_inside_an_operation(rank_pool: Pools, kind: str) -> None:
+    """It does not wait for the operation, whose end frees what is left."""
+    (close, peer_check, _), (abort, check, threads) = rank_pool(2).run(functions.aborts, kind, timeout_s=60)
+    assert abort.error == "ok" and abort.seconds < 1.0, f"waited for what cannot go on: {abort}"
+    assert check.error == "NotInitializedError" and threads == 0, "the end of the operation ended the rest"
+    assert peer_check.error == "PeerTimeoutError" and peer_check.peer == 1 and close.error == "ok", peer_check

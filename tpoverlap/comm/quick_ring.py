@@ -21,7 +21,7 @@ from tpoverlap.comm.quick_operation import QuickOperation
 from tpoverlap.comm.ring_sheet import Form, RingSheet, RingSheets
 from tpoverlap.errors import TpOverlapError
 from tpoverlap.memory.driver import MemoryOperations
-from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING, MAX_PIECES
+from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
@@ -36,11 +36,13 @@ class _Slot(NamedTuple):
         sheet: its words.
         sends: (as in the sheet, as there, as there, target's address, first byte in the source, bytes) a transfer.
         own: (address, bytes) of own rows; None: they are not copied, or there are none.
+        fits: see `QuickRing.fits`.
     """
 
     sheet: RingSheet
     sends: list[tuple[MemoryOperations | None, bool, MemoryOperations, int, int, int]]
     own: tuple[int, int] | None
+    fits: bool
 
 
 Turn = tuple[CallerDeviceStream, int, Flight, _Slot, MarkEvent]
@@ -86,33 +88,27 @@ class QuickRing(QuickOperation):
         self._slots: list[_Slot | None] = [None] * self.region.depth
         self.rank, self.num_peers = channel.rank, channel.tp_size - 1
         self.dtype, self.steps = outline.dtype, outline.steps
-        self.fits = self._in_bounds() and self._slot(0).sheet.fits
-
-    def _in_bounds(self) -> bool:
-        itemsize, most = self.dtype.itemsize, self.region.slot_bytes
-        if self.form.own and (self._own_first + self._own_elements) * itemsize > most:
-            return False
-        for step in self.steps:
-            for transfer in step.sends:
-                if transfer.piece >= MAX_PIECES or (transfer.slot_element + transfer.num_elements) * itemsize > most:
-                    return False
-        return True
+        # The slot of the next use: a T that is seen once needs no other.
+        self.fits = self._slot((self.region.uses + 1) % self.region.depth).fits
 
     def _slot(self, number: int) -> _Slot:
         """Made when it is first used."""
         addresses, itemsize = self._signals.slot_addresses(self.region, number), self.dtype.itemsize
         sheet = self._sheets.at(self._signals, self.region.name, number, addresses, self.form, self.steps)
+        most, fits, first_row, places = self.region.slot_bytes, sheet.fits, self._base_row, addresses.data
         transfers = [] if self._at_once else [transfer for step in self.steps for transfer in step.sends]
         sends = []
         for (before, follows, batch), transfer in zip(sheet.sends, transfers, strict=True):
             _, _, peer, _, start, stop, element, col_start, col_stop = transfer
-            row_bytes = (col_stop - col_start) * itemsize
-            target, first = addresses.data[peer] + element * itemsize, (start - self._base_row) * row_bytes
-            sends.append((before, follows, batch, target, first, (stop - start) * row_bytes))
+            row_bytes, offset = (col_stop - col_start) * itemsize, element * itemsize
+            size_bytes = (stop - start) * row_bytes
+            fits = fits and offset + size_bytes <= most
+            sends.append((before, follows, batch, places[peer] + offset, (start - first_row) * row_bytes, size_bytes))
         own = None
         if self.form.own and self._own_elements:
-            own = addresses.data[self.rank] + self._own_first * itemsize, self._own_elements * itemsize
-        made = self._slots[number] = _Slot(sheet, sends, own)
+            own = places[self.rank] + self._own_first * itemsize, self._own_elements * itemsize
+            fits = fits and (self._own_first + self._own_elements) * itemsize <= most
+        made = self._slots[number] = _Slot(sheet, sends, own, fits)
         return made
 
     def open(self) -> Turn | None:
