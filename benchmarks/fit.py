@@ -171,6 +171,10 @@ def _host_times(fitted: Fitted, observations: Sequence[Observation]) -> dict[str
             ring = times.get((key[0], "ring_exchange", 0), time_us)
             times[key] = min(time_us, starts.get(f"{key[0]} {key[1]}", ring))
     times |= {key: median(values) for key, values in alone.items()}
+    for way in ("ag", "rs"):  # by copy engine it is more calls than by one kernel
+        by_engine, by_kernel = (way, "sequential", 0), (way, "traded", 0)
+        if by_engine in times:
+            times[by_engine] = max(times[by_engine], times.get(by_kernel, 0.0))
     host = {f"{way} {method}".strip(): round(value, 1) for (way, method, splits), value in times.items() if not splits}
     by_splits = sorted((splits, value) for (_, _, splits), value in times.items() if splits)
     if len(by_splits) >= 2:

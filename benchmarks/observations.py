@@ -86,7 +86,7 @@ def on_two(environment: dict[str, Any], gpu: str) -> bool:
 
 def former(environment: dict[str, Any]) -> bool:
     """Whether what was measured of this library there is `SINCE` another one."""
-    return bool(environment.get("date", "") < SINCE)
+    return bool(environment.get("date", SINCE) < SINCE)
 
 
 def problem_of(direction: str, row: dict[str, Any], tp_size: int = 2) -> Problem:

@@ -130,7 +130,10 @@ def test_results_are_read() -> None:
         "2026-11-30_h200x2_times_and_costs.json",
     }
     assert not [seen for seen in observations if seen.time_us <= 0]
-    assert {seen.quantity for seen in observations} == {"gemm", "gather", "scatter", "copy", "plain", "method", "host"}
+    assert {seen.quantity for seen in observations} == {"gemm", "gather", "scatter", "copy", "plain", "method"}
+    ours = {seen.source for seen in observations if seen.quantity == "method" and seen.current}
+    assert "2026-11-30_h200x2_bench_gemm.json" in ours, "measured with this code"
+    assert not ours & {"2026-11-30_h200x2_bench_gemm_before.json", "2026-11-30_h200x2_exchange_kernel.json"}, "not so"
     assert read_observations(gpu="A100") == [], "times of other GPUs are not mixed in"
 
 
@@ -158,6 +161,15 @@ def bench_file(path: Path, launch_us: float) -> Path:
     environment = {"gpus": ["NVIDIA H200"] * 2, "ranks_share_gpus": False, "tp_size": 2}
     path.write_text(json.dumps({"schema": 1, "environment": environment, "rows": rows}))
     return path
+
+
+@pytest.mark.parametrize(("date", "quantities"), [("2026-11-30T20:59", {"gemm", "copy"}), ("2027-01-01", None)])
+def test_times_of_other_code_are_not_ours(tmp_path: Path, date: str, quantities: set[str] | None) -> None:
+    path = bench_file(tmp_path / "bench.json", 55.0)
+    data = json.loads(path.read_text())
+    data["environment"]["date"] = date
+    path.write_text(json.dumps(data))
+    assert {seen.quantity for seen in read_observations(tmp_path)} == (quantities or {"gemm", "copy", "method"})
 
 
 def test_bench_results_replace_the_assumed_launches(tmp_path: Path) -> None:

