@@ -1,4 +1,4 @@
-"""The table of few tokens in README.md and docs/design/0010, from the JSON of ``benchmarks.small_tokens``.
+"""The table of few tokens in docs/design/0010, from the JSON of ``benchmarks.small_tokens``.
 
 python -m benchmarks.few_tokens_table            # the tables, to stdout
 python -m benchmarks.few_tokens_table --write    # put them between the documents' markers; a test compares
@@ -17,10 +17,8 @@ from benchmarks import markdown
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/2026-11-30_h200x2_exchange_kernel.json"
 BEGIN, END = "<!-- few tokens: made by benchmarks/few_tokens_table.py -->", "<!-- few tokens: end -->"
-README_SHAPE = (8192, 4096)
-"""K, N."""
-DOCUMENTS = {"README.md": README_SHAPE, "docs/design/0010-exchange-kernel.md": None}
-"""Each document, and its one shape; None: all."""
+DOCUMENTS: dict[str, tuple[int, int] | None] = {"docs/design/0010-exchange-kernel.md": None}
+"""Each document, and its one K x N; None: all."""
 COLUMNS = (("gemm", "GEMM"), ("plain", "NCCL + cuBLAS"), ("kernel", "by kernel"), ("sequential", "by engine"))
 
 
