@@ -72,7 +72,7 @@ class RowGemm:
         if count == 0:
             return
         for matrix, bias, out in zip(self.matrices, self.biases, self.outs, strict=True):
-            target = out if count == out.shape[0] else out.narrow(0, start, count)  # a view costs as much as a check
+            target = out if count == out.shape[0] else out[start : start + count]  # a view costs as much as a check
             if bias is None:
                 torch.mm(x, matrix, out=target)
             else:
@@ -150,7 +150,7 @@ class PartialGemm:
         if self.is_plain and start < stop:
             left = self.lefts[0]
             if stop - start != left.shape[0]:
-                left = left.narrow(0, start, stop - start)
+                left = left[start:stop]
             if owned and self.bias is not None:
                 torch.addmm(self.bias, left, self.matrices[0], out=out)
             else:
@@ -162,7 +162,7 @@ class PartialGemm:
         """``out`` [stop - start, N] = rows [start, stop), with the bias, + ``received``, which another rank rounded
         once. The own sum stays in float32 inside the GEMM and is rounded with the total. Only where `can_add`.
         """
-        left, matrix = self.lefts[0].narrow(0, start, stop - start), self.matrices[0]
+        left, matrix = self.lefts[0][start:stop], self.matrices[0]
         products = lt_products(left.get_device()) if left.is_cuda else None
         if products is not None and products.multiply(left, matrix, out, received, self.bias):
             return

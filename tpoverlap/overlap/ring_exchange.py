@@ -96,7 +96,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
             for step in in_pieces(whole_step):
                 for transfer in step.sends:
                     start, stop = transfer.row_start, transfer.row_stop
-                    target = summand.narrow(0, start, stop - start)
+                    target = summand[start:stop]
                     exchange.run(caller, partial(gemm.rows, start, stop, target), "gemm", step.number)
                 exchange.send(step, summand, 0)
         if piece_rows is not None and gemm.can_add:
@@ -117,5 +117,5 @@ def _add_own_pieces(exchange: Exchange, gemm: PartialGemm, out: torch.Tensor, ow
         for transfer in step.receives:
             start, stop = transfer.row_start, transfer.row_stop
             received = exchange.view(transfer.slot_element, (stop - start, out.shape[1]))
-            target = out.narrow(0, start - own_start, stop - start)
+            target = out[start - own_start : stop - own_start]
             exchange.run(exchange.caller, partial(gemm.rows_added, start, stop, received, target), "gemm", 0)

@@ -125,7 +125,7 @@ class ScaledPartialGemm(PartialGemm):
     def rows_added(self, start: int, stop: int, received: torch.Tensor, out: torch.Tensor) -> None:
         """As `PartialGemm.rows_added`."""
         left, weight = self.terms[0]
-        data = left.data.narrow(0, start, stop - start)
+        data = left.data[start:stop]
         scales, fast = (left.scale, weight.scale), self.fast_accumulation
         scaled_mm(data, self.matrices[0], *scales, out, self.bias, addend=received, fast_accumulation=fast)
 
