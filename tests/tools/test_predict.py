@@ -75,7 +75,7 @@ def test_plain_nccl_and_cublas_is_a_baseline_too() -> None:
 def test_fp8() -> None:
     arguments = ("--tp", "2", "--tokens", "256,8192", "--gpu", "h200", "--launches", "hidden")
     wide, fp8, packed = answer(*arguments), answer(*arguments, "--fp8"), answer(*arguments, "--fp8", "--fp8-buf")
-    assert fp8["label"] == "estimate" and "whole operations were not timed" in " ".join(fp8["why"])
+    assert fp8["label"] == "estimate" and "which was checked by" in " ".join(fp8["why"])
     assert fp8["error_of_fp8"]["gemm_median_percent"] < 10.0 and wide["error_of_fp8"] == {}
     scales = fp8["memory_bytes_a_rank"]["regions"].keys() - wide["memory_bytes_a_rank"]["regions"].keys()
     assert scales == {"scales"} and fp8["memory_bytes_a_rank"]["symmetric_bytes"] > 0
@@ -89,7 +89,6 @@ def test_fp8() -> None:
         assert 0.48 < other["rows"][1]["gemm_us"] / one["rows"][1]["gemm_us"] < 0.62, (
             "its tensor cores are twice as fast"
         )
-        assert other["rows"][1]["method"] != "fused", "not timed in FP8"
     same = [one["rows"] == other["rows"] for one, other in zip(fp8["gemms"], packed["gemms"], strict=True)]
     assert not all(same) and sum(same) >= 8, "fp8_buf is about proj_fprop and fc2_fprop"
     shown = " ".join(run(*LAYER, *arguments, "--fp8").output.split())
