@@ -269,7 +269,7 @@ def _takes(
 
 
 def _bucket(rows: int) -> int:
-    """The number of rows whose algorithm ``rows`` rows take: a step above them, of an eighth at most from 128 on."""
+    """The number of rows whose algorithm ``rows`` rows take: the next multiple of a step that grows with them."""
     step = 8 if rows <= 64 else 16 if rows <= 128 else 64 if rows <= 512 else 128
     return -(-rows // step) * step
 
