@@ -45,6 +45,7 @@ PART_OF = dict.fromkeys(
         "memory_report",
         "method_tables",
         "name_table",
+        "operation_cache",
         "plan",
         "settings",
         "setup",

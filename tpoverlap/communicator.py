@@ -19,16 +19,12 @@ import torch
 from tpoverlap.active_shape import ShapeLike, require_capacity
 from tpoverlap.config import OverlapConfig
 from tpoverlap.errors import ActiveShapeError
+from tpoverlap.operation_cache import OperationCache
 from tpoverlap.statistics import NameStatistics
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
-    from tpoverlap.overlap import OperationContext
-
-
-OperationUse = tuple[int, bool, bool, int | None, int, bool]
-"""What operations of a name differ in: ``id`` of the partition, scatter, beside, sharded features, detail, FP8."""
 
 
 class CommOverlap:
@@ -47,8 +43,7 @@ class CommOverlap:
         config: its options.
         width, max_tokens, max_rows_per_rank: what it was registered with.
         hint: where it is not registered, what its name may be a slip of, as `explain` says it.
-        operations: the manager's memory: what was made for a use, while ``config`` is ``chosen_for``. A context holds
-            its partition, so no other one gets the same ``id`` meanwhile.
+        operations: the manager's memory: what was made for a use, while ``config`` is ``chosen_for``.
     """
 
     def __init__(
@@ -75,7 +70,7 @@ class CommOverlap:
         self.registered = registered
         self.hint = ""
         self.statistics = NameStatistics(max_tokens)
-        self.operations: dict[OperationUse, OperationContext] = {}
+        self.operations = OperationCache()
         self.chosen_for = config
         self._own_shape: tuple[int, TokenPartition] | None = None
         self._overridden: CommOverlap | None = None
@@ -109,7 +104,7 @@ class CommOverlap:
         """The same name, regions, shape and counters under other options: for one layer whose flags say so."""
         other = copy.copy(self)
         other.config, other._overridden = config, self
-        other.operations, other.chosen_for, other._quantised = {}, config, None
+        other.operations, other.chosen_for, other._quantised = OperationCache(), config, None
         return other
 
     @property

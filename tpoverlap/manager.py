@@ -12,7 +12,7 @@ import torch
 
 from tpoverlap.active_shape import ActiveShape, ShapeLike, require_capacity
 from tpoverlap.comm import Channel, Meter
-from tpoverlap.communicator import CommOverlap, LayerCommunicators, OperationUse
+from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.config import KNOWN_NAMES, resolve
 from tpoverlap.config.resolver import ConfigSource
 from tpoverlap.dispatch import method_for_use
@@ -22,6 +22,7 @@ from tpoverlap.memory import Backend, select_backend
 from tpoverlap.memory_report import manager_regions, report_memory, standard_regions
 from tpoverlap.method_tables import CacheSource, MethodTables
 from tpoverlap.name_table import NameTable
+from tpoverlap.operation_cache import OperationUse
 from tpoverlap.overlap import OperationContext
 from tpoverlap.plan import make_plan, pinned_evidence, pinned_methods
 from tpoverlap.settings import Registration, Settings, config_contents, plan_contents, require_agreement
@@ -43,7 +44,6 @@ from tpoverlap.setup import (
 from tpoverlap.tokens import TokenPartition
 
 logger = logging.getLogger("tpoverlap")
-_OPERATIONS = 512
 
 
 class UserBufferManager:
@@ -326,10 +326,10 @@ class UserBufferManager:
         use = (id(partition), scatter, beside, features, detail, fp8)
         context = communicator.operations.get(use)
         if context is None:
-            context = self._new_operation(communicator, partition, use)
-            if len(communicator.operations) >= _OPERATIONS:
-                communicator.operations.clear()
-            communicator.operations[use] = context
+            context = communicator.operations.again(partition, use)
+            if context is None:
+                context = self._new_operation(communicator, partition, use)
+                communicator.operations.keep(partition, use, context)
         communicator.statistics.record(context.method, partition.total, overflow=context.overflow)
         if context.overflow and partition != self._logged_overflow:
             self._logged_overflow = partition  # one line a microbatch, not one an operation
