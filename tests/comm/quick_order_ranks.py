@@ -1,0 +1,88 @@
+"""Rank functions of `test_quick_order`: what comes before what, over all streams of a rank."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.comm import operations as ops
+from tests.comm.quick_ring_ranks import KINDS, _launch, counted
+from tests.costs.null_device import NullBackend, NullDriver
+from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WAIT_64, MemoryOperations
+from tpoverlap.testing.simulated import CALLER
+
+COPY = 0
+_LAUNCHED = ("launch_ag", "launch_rs")
+
+
+class Event(NamedTuple):
+    """One memory operation, or a copy, and the latest event that its stream is behind, by stream."""
+
+    stream: int
+    kind: int
+    behind: dict[int, int]
+
+
+class _Ordering(NullDriver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.behind: dict[int, dict[int, int]] = {}
+
+    def submit(self, stream: int, operations: MemoryOperations) -> None:
+        super().submit(stream, operations)
+        for number in range(operations.count):
+            self._add(stream, PACK.unpack_from(operations.buffer, number * OPERATION_BYTES)[0])
+
+    def copy(self, stream: int, target: int, source: int, size_bytes: int) -> None:
+        super().copy(stream, target, source, size_bytes)
+        self._add(stream, COPY)
+
+    def follow(self, stream: int, leader: int) -> None:
+        super().follow(stream, leader)
+        mine = self.behind.setdefault(stream, {})
+        for which, number in self.behind.get(leader, {}).items():
+            mine[which] = max(number, mine.get(which, -1))
+
+    def _add(self, stream: int, kind: int) -> None:
+        behind = self.behind.setdefault(stream, {})
+        self.events.append(Event(stream, kind, dict(behind)))
+        behind[stream] = len(self.events) - 1
+
+
+class _OrderingBackend(NullBackend):
+    def driver(self) -> NullDriver:
+        return _Ordering()
+
+
+def _manager() -> Any:
+    return ops.make_manager(_OrderingBackend, max_rows_per_rank=ops.CAPACITY)  # type: ignore[arg-type]
+
+
+def _ordering(mgr: Any) -> _Ordering:
+    driver = mgr.channel.transport.driver
+    assert isinstance(driver, _Ordering), "the backend's"
+    return driver
+
+
+def joined(rank: int, size: int, turns: int) -> list[str]:
+    """Quick operations after which the caller's stream goes on before a compare, an arrival or a copy."""
+    wrong = []
+    with _manager() as mgr, counted() as opened, torch.no_grad():
+        driver = _ordering(mgr)
+        for seed, partition in enumerate(ops.partitions(size, turns)):
+            for kind in (*KINDS, *_LAUNCHED):
+                first = len(driver.events)
+                if kind in _LAUNCHED:
+                    _launch(mgr, partition, scatter=kind == "launch_rs")
+                else:
+                    ops.run(mgr, kind, partition, seed)
+                reached = driver.behind[CALLER]
+                wrong += [
+                    f"{kind}, {partition.counts}: event {number} of kind {event.kind} on stream {event.stream}"
+                    for number, event in enumerate(driver.events[first:], first)
+                    if event.kind in (COPY, WAIT_32, WAIT_64) and reached.get(event.stream, -1) < number
+                ]
+    assert opened.quick == len((*KINDS, *_LAUNCHED)) * turns - 2, "all but the first use of each region"
+    return wrong
