@@ -9,8 +9,9 @@ import torch
 from tests.comm import operations as ops
 from tests.comm.quick_ring_ranks import KINDS, _launch, counted
 from tests.costs.null_device import NullBackend, NullDriver
-from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WAIT_64, MemoryOperations
+from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WAIT_64, WRITE_64, MemoryOperations
 from tpoverlap.testing.simulated import CALLER
+from tpoverlap.tokens import TokenPartition
 
 COPY = 0
 _LAUNCHED = ("launch_ag", "launch_rs")
@@ -86,3 +87,24 @@ def joined(rank: int, size: int, turns: int) -> list[str]:
                 ]
     assert opened.quick == len((*KINDS, *_LAUNCHED)) * turns - 2, "all but the first use of each region"
     return wrong
+
+
+def ahead(rank: int, size: int, others: int) -> int:
+    """After ``others`` operations without the word stream comes one launch. Operations between the last one whose end
+    its descriptor is behind, and it.
+    """
+    partition = TokenPartition.balanced(31, size)
+    with _manager() as mgr, torch.no_grad():
+        driver = _ordering(mgr)
+        for seed in range(2):
+            ops.run(mgr, "ring_ag", partition, seed)
+        ends = [len(driver.events)]
+        for seed in range(others):
+            ops.run(mgr, "sequential_ag", partition, seed)
+            ends.append(len(driver.events))
+        with counted() as opened:
+            _launch(mgr, partition, scatter=False)
+        assert opened.quick == 1, "it was quick"
+        published = next(event for event in driver.events[ends[-1] :] if event.kind == WRITE_64)
+        last = max(published.behind.values(), default=-1)
+        return sum(last < end - 1 for end in ends)

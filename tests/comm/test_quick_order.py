@@ -17,3 +17,10 @@ def test_the_callers_stream_is_behind_all_that_it_relies_on(rank_pool: Pools, wo
     """Compares, arrivals and copies; also where a kernel moves the rows, which compares nothing."""
     for wrong in rank_pool(world_size).run(functions.joined, 8, timeout_s=60):
         assert not wrong, "\n".join(wrong[:3])
+
+
+@pytest.mark.parametrize("others", [3, 40, 100])
+def test_a_descriptor_is_not_told_far_ahead(rank_pool: Pools, others: int) -> None:
+    """A ring of descriptors has 64; a host that runs ahead must not make the word stream overwrite unread ones."""
+    for number in rank_pool(2).run(functions.ahead, others, timeout_s=60):
+        assert number <= 16, f"published before the last {number} operations are over"

@@ -371,6 +371,7 @@ class DeviceExchange(OneSidedExchange):
         region, words = self._region, self._words
         if words is not self.caller:
             words.follow(self.caller)
+            self.signals.words_behind = self.descriptor.sequence
         if gives_credits:
             self._collect_credits(self._epoch)
         self.finished = region.last_reader[self._epoch % region.depth] = self.signals.mark_done(self.caller, words)

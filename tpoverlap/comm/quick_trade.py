@@ -86,6 +86,7 @@ class QuickTrade(QuickOperation):
             sheet.fill(epoch & MASK, 0, 0, 0, 0, end.address, end.value)
             self._follow(words, stream)
             self._submit(words, sheet.batch)
+            self._signals.words_behind = flight.descriptor.sequence
             region.last_reader[epoch % region.depth] = end
             self._channel.in_flight.land(flight, end)
         except BaseException as error:
