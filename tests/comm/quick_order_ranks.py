@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,9 @@ import torch
 from tests.comm import operations as ops
 from tests.comm.quick_ring_ranks import KINDS, _launch, counted
 from tests.costs.null_device import NullBackend, NullDriver
+from tpoverlap.comm.device_streams import DeviceStream
 from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WAIT_64, WRITE_64, MemoryOperations
-from tpoverlap.testing.simulated import CALLER
+from tpoverlap.testing.simulated import CALLER, SimulatedBackend
 from tpoverlap.tokens import TokenPartition
 
 COPY = 0
@@ -108,3 +110,22 @@ def ahead(rank: int, size: int, others: int) -> int:
         published = next(event for event in driver.events[ends[-1] :] if event.kind == WRITE_64)
         last = max(published.behind.values(), default=-1)
         return sum(last < end - 1 for end in ends)
+
+
+def late_credits(rank: int, size: int) -> int:
+    """The word stream of rank 0 is late with the credits of an operation. The second one after it, all on the caller's
+    stream, gives credits for the same slot, to a rank that sends nothing. Then that rank sends again.
+    """
+    even, one_sends = TokenPartition.balanced(24, size), TokenPartition((24, *[0] * (size - 1)))
+    turns = [("ring_ag", even)] * 3 + [("sequential_ag", one_sends)] * 2 + [("ring_ag", even)] * 4
+    with ops.make_manager(SimulatedBackend, 5.0, max_rows_per_rank=24) as mgr:  # type: ignore[arg-type]
+        words = mgr.channel.word_stream  # type: ignore[union-attr]
+        assert isinstance(words, DeviceStream), "a device"
+        for seed, (kind, partition) in enumerate(turns):
+            if seed == 2 and rank == 0:
+                words.driver.launch(words.handle, lambda: time.sleep(0.7))
+            ops.run_checked(mgr, kind, partition, seed)
+            if seed == 4:
+                time.sleep(1.0)
+        mgr.check()
+    return len(turns)

@@ -24,3 +24,8 @@ def test_a_descriptor_is_not_told_far_ahead(rank_pool: Pools, others: int) -> No
     """A ring of descriptors has 64; a host that runs ahead must not make the word stream overwrite unread ones."""
     for number in rank_pool(2).run(functions.ahead, others, timeout_s=60):
         assert number <= 16, f"published before the last {number} operations are over"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_credit_does_not_follow_a_later_one(rank_pool: Pools, world_size: int) -> None:
+    assert rank_pool(world_size).run(functions.late_credits, timeout_s=60) == [9] * world_size
