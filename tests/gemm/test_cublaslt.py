@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch
 from tests.gemm.columns import Columns
 from tpoverlap.errors import TpOverlapError
 from tpoverlap.gemm import PartialGemm
-from tpoverlap.gemm.cublaslt import LtProducts, lt_products
+from tpoverlap.gemm.cublaslt import LtProducts, lt_products, products
 from tpoverlap.gemm.fp8 import scaled_mm
 from tpoverlap.testing.numeric import relative_error
 
@@ -94,6 +97,7 @@ def _refused() -> list[Any]:
     bf16, left, weight = torch.bfloat16, matrix(1, 16, 48), matrix(2, 24, 48)
     out = torch.zeros(16, 24, dtype=bf16)
     scales = torch.ones(1, 1), torch.ones(1, 1)
+    one_row, close = matrix(1, 1, 48).expand(16, 48), torch.zeros(600, dtype=bf16).as_strided((16, 48), (32, 1))
     eight = matrix(2, 32, 48, E4M3)
     return [
         pytest.param(left.float(), weight.float().t(), out.float(), None, None, id="float32"),
@@ -103,6 +107,10 @@ def _refused() -> list[Any]:
         pytest.param(left, weight.t(), out, matrix(3, 24, 16).t(), None, id="an addend of columns"),
         pytest.param(left, weight.t(), out, out.float(), None, id="an addend of another dtype"),
         pytest.param(matrix(1, 48, 16).t(), weight.t(), out, None, None, id="a left operand of columns"),
+        pytest.param(one_row, weight.t(), out, None, None, id="one row, many times"),
+        pytest.param(close, weight.t(), out, None, None, id="rows that overlap"),
+        pytest.param(left, matrix(2, 1, 24).expand(48, 24), out, None, None, id="one row, many times, on the right"),
+        pytest.param(left, weight.t(), out, matrix(3, 1, 24).expand(16, 24), None, id="an addend of one row"),
         pytest.param(matrix(1, 16, 48, E4M3), eight.t().contiguous(), out, None, scales, id="FP8 not along K"),
         pytest.param(left, weight.t(), out, None, scales, id="scales of no FP8"),
     ]
@@ -115,6 +123,43 @@ def test_what_torch_has_to_do(
     library, before = Columns(), out.clone()
     assert not products_by(library).multiply(left, right, out, addend, None, scales)
     assert not library.calls and torch.equal(out, before)
+
+
+def test_a_bias_that_torch_has_to_add() -> None:
+    """Not from 16 bytes on, as in a flat buffer of parameters; or, after one that fitted, of another dtype."""
+    library = Columns()
+    lt, left, weight = products_by(library), matrix(1, 16, 48), matrix(2, 24, 48)
+    out, flat = torch.zeros(16, 24, dtype=torch.bfloat16), matrix(4, 1, 32)[0]
+    assert lt.multiply(left, weight.t(), out, None, flat[:24])
+    before = out.clone()
+    for bias in (flat[1:25], flat[:24].float()):
+        assert not lt.multiply(left, weight.t(), out, None, bias)
+    assert len(library.calls) == 1 and torch.equal(out, before)
+
+
+def test_another_device_is_current() -> None:
+    """The library launches on the current one, so that has to be the operands'."""
+    library, entered, current = Columns(), [], [0]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    lt = LtProducts(library, 3)
+    lt._current_stream = lambda index: index
+    left, weight, out = matrix(1, 16, 48), matrix(2, 24, 48), torch.empty(16, 24, dtype=torch.bfloat16)
+    with (
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(torch.cuda, "device", device),
+        mock.patch.object(products, "current_device", lambda: current[0]),
+    ):
+        assert lt.multiply(left, weight.t(), out) and entered == [3], "inside"
+        current[0] = 3
+        assert lt.multiply(left, weight.t(), out) and entered == [3], "it is current already"
+    assert len(library.calls) == 2
 
 
 def test_no_algorithm_is_asked_for_once() -> None:

@@ -82,6 +82,10 @@ class DeviceExchange(OneSidedExchange):
             self._moved = False
         # In an exchange of order "at_once" the caller's words travel with its transfers' in one call.
         self._words = self.caller if self._order == "at_once" else device_stream(self._channel.word_stream)
+        if self._at_once and (previous in region.held or 0 in self.partition.counts):
+            # The credit of the slot's last use may still be on its way on the word stream, to a peer that sends nothing
+            # now and so has not waited for it: it must not follow a later one.
+            self.caller.follow(device_stream(self._channel.word_stream))
         if previous in region.held:
             region.held.discard(previous)
             self._words.follow(self.caller)
@@ -371,6 +375,7 @@ class DeviceExchange(OneSidedExchange):
         region, words = self._region, self._words
         if words is not self.caller:
             words.follow(self.caller)
+            self.signals.words_behind = self.descriptor.sequence
         if gives_credits:
             self._collect_credits(self._epoch)
         self.finished = region.last_reader[self._epoch % region.depth] = self.signals.mark_done(self.caller, words)

@@ -66,6 +66,7 @@ class DeviceSignals(Signals):
         peers: in ring order, this rank's next one first.
         descriptors_out: (peer, where this rank's ring of descriptors lies there), in that order.
         descriptors_in: by rank, where its ring lies here.
+        words_behind: sequence number of an operation; the word stream goes on behind its last kernel.
     """
 
     def __init__(self, arena: Arena, layout: ArenaLayout, driver: DeviceDriver, timeout_s: float) -> None:
@@ -88,6 +89,7 @@ class DeviceSignals(Signals):
         self._descriptor_ring = layout.descriptor_offset(1, 0) // self._descriptor_step
         self._done_words = driver.host_words(_DONE_WORDS)
         self._done = 0
+        self.words_behind = 0
 
     def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:
         self._arenas.append((arena, layout))

@@ -8,7 +8,7 @@ copies. Whatever is out of the ordinary (`tpoverlap.comm.quick_operation`) is le
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
 logger = logging.getLogger("tpoverlap")
+_MOST_AHEAD: Final = DESCRIPTOR_RING // 4
+"""Operations that the word stream may be ahead of the caller's; the peers' word streams may be as well."""
 
 
 class _Slot(NamedTuple):
@@ -175,9 +177,13 @@ class QuickRing(QuickOperation):
         batch, caller = turn[3].sheet.start, turn[0].handle
         assert batch is not None, "asked before"
         if self._at_once:
-            # Behind the words of the last operation, and so behind its kernels: nobody runs ahead of who reads this.
-            self._submit(self._words.handle, batch)
-            self._follow(caller, self._words.handle)
+            words, signals = self._words.handle, self._signals
+            # Behind the words of a recent operation, and so behind its kernels: else it would run as far ahead as the
+            # host does, over descriptors that nobody has read.
+            if turn[2].descriptor.sequence - signals.words_behind > _MOST_AHEAD:
+                self._follow(words, caller)
+            self._submit(words, batch)
+            self._follow(caller, words)
         else:
             self._follow(self._comm.handle, caller)
             self._submit(self._comm.handle, batch)
@@ -221,6 +227,7 @@ class QuickRing(QuickOperation):
             self._follow(stream, self._comm.handle)
         self._follow(words, stream)
         self._submit(words, sheet.end)
+        self._signals.words_behind = flight.descriptor.sequence
         self.region.last_reader[epoch % self.region.depth] = end
         self._channel.in_flight.land(flight, end)
 

@@ -58,6 +58,7 @@ class QuickTrade(QuickOperation):
         self._slots = [signals.slot_addresses(region, slot) for slot in range(region.depth)]
         self._ends = [EndSheet(signals.peers, slot) for slot in self._slots]
         self._whole = (outline.partition.total, width)
+        self._some_send_nothing = 0 in outline.partition.counts
 
     def gather(
         self,
@@ -86,6 +87,7 @@ class QuickTrade(QuickOperation):
             sheet.fill(epoch & MASK, 0, 0, 0, 0, end.address, end.value)
             self._follow(words, stream)
             self._submit(words, sheet.batch)
+            self._signals.words_behind = flight.descriptor.sequence
             region.last_reader[epoch % region.depth] = end
             self._channel.in_flight.land(flight, end)
         except BaseException as error:
@@ -113,6 +115,8 @@ class QuickTrade(QuickOperation):
             region, stream = self.region, caller.handle
             slot = self._slots[epoch % region.depth]
             end = self._signals.next_mark(stream)
+            if self._some_send_nothing:  # see `DeviceExchange.start`
+                self._follow(stream, self._words.handle)
             self._trader.add(self._outline, slot, epoch, flight.descriptor, stream, summands, bias, out, end)
             region.last_reader[epoch % region.depth] = end
             self._channel.in_flight.land(flight, end)

@@ -24,7 +24,8 @@ class Form(NamedTuple):
         order: "beside": the rows are there from the start. "behind": each transfer's are computed on the caller's
             stream before it. "at_once": a kernel there moves them.
         own: own rows are copied into the local slot, too.
-        waits: for what the caller's stream waits at a time; "none": the kernel waits.
+        waits: for what the caller's stream waits at a time; "none": the kernel waits for rows, and the caller's
+            stream behind it only for the peers' descriptors.
     """
 
     scatter: bool
@@ -42,7 +43,7 @@ class RingSheet(WordSheet):
         sends: one a transfer, in order: the comm stream's batch before it follows the caller's stream again (None:
             it has nothing to do before), whether it does follow, and its batch before the copy.
         sent: the comm stream's after the last transfer; None: there was none.
-        waits: one for each of `groups`.
+        waits: one for each of `groups`; where a kernel moves the rows, one that compares the descriptors.
         comm_waits: the comm stream awaits them: there is one group, and nothing is sent after it.
         end: the word stream's, behind the caller's last kernel.
     """
@@ -61,9 +62,13 @@ class RingSheet(WordSheet):
                 if step.sends:
                     self.wait_due(slot.credit_in[step.sends[0].destination])
             self.start = self.end_batch()
+            for peer in signals.peers:
+                self._expect(peer)
+            self.waits.append(self.end_batch())
+            self.comm_waits = False
         else:
             self._transfers(form, steps)
-        self.comm_waits = len(self.waits) == 1
+            self.comm_waits = len(self.waits) == 1
         for peer in signals.peers:
             self._expect(peer)
         for peer in signals.peers:

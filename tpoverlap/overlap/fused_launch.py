@@ -121,6 +121,7 @@ def _quickly(context: OperationContext, prepared: Callable[[View], list[Work]], 
         ring.start(turn)
         for launch in launches:
             launch()
+        ring.wait_all(turn)  # nobody uses what was made of another operation's rows
         ring.end(turn)
     except BaseException as error:
         ring.fail(error, turn)

@@ -34,6 +34,7 @@ from tpoverlap.gemm.cublaslt.library import (
     Library,
     status_text,
 )
+from tpoverlap.gemm.triton.direct import current_device
 
 logger = logging.getLogger("tpoverlap")
 ALIGNMENT_BYTES: Final = 16
@@ -184,7 +185,7 @@ class LtProducts:
             left: [M, K] of dense rows, M at least 1.
             right: [K, N], rows or columns dense.
             out: [M, N] of dense rows, no part of an operand. addend: like it, and may be it.
-            bias: [N], contiguous, in the dtype of ``out``.
+            bias: [N], contiguous, in the dtype of ``out``; from 16 bytes on, too.
             scales: of FP8 operands, left and right: float32, one element each.
             fast: FP8 tensor cores may keep sums in less than float32.
 
@@ -195,16 +196,21 @@ class LtProducts:
         right_strides = right.stride()
         key = (
             left.dtype, right.dtype, out.dtype, right.shape, left.stride(), right_strides, out.stride(),
-            None if addend is None else addend is out or (addend.dtype, addend.stride()), bias is None, fast,
+            None if addend is None else addend is out or (addend.dtype, addend.stride()),
+            None if bias is None else bias.dtype, fast,
         )  # fmt: skip
         family = self._families.get(key)
         addresses = (
             right.data_ptr(), left.data_ptr(), out.data_ptr() if addend is None else addend.data_ptr(), out.data_ptr()
         )  # fmt: skip
-        if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % ALIGNMENT_BYTES:
+        bias_address = 0 if bias is None else bias.data_ptr()
+        if (addresses[0] | addresses[1] | addresses[2] | addresses[3] | bias_address) % ALIGNMENT_BYTES:
             return False
+        if left.is_cuda and self._index != current_device():  # the library launches on the current one
+            with torch.cuda.device(self._index):
+                return self.multiply(left, right, out, addend, bias, scales, fast=fast)
         if family is None:
-            if not _takes(left, right, out, addend, scales):
+            if not _takes(left, right, out, addend, bias, scales):
                 return False
             family = self._new_family(key, left, right, out, addend, bias is not None, fast)
         stream = self._current_stream(self._index)
@@ -216,7 +222,7 @@ class LtProducts:
                 self._overwrite if addend is None else self._add,
                 workspace[1],
                 stream,
-                0 if bias is None else bias.data_ptr(),
+                bias_address,
                 None if scales is None else (scales[1].data_ptr(), scales[0].data_ptr()),
             )
 
@@ -249,6 +255,7 @@ def _takes(
     right: torch.Tensor,
     out: torch.Tensor,
     addend: torch.Tensor | None,
+    bias: torch.Tensor | None,
     scales: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> bool:
     """What a whole family has in common."""
@@ -261,6 +268,11 @@ def _takes(
         dense_right = right.stride(0) == 1  # tensor cores read both along K
     rows = (left, out) if addend is None else (left, out, addend)
     if not known or not dense_right or inner < 2 or any(one.stride(1) != 1 for one in rows):
+        return False
+    if bias is not None and bias.dtype != out.dtype:  # torch says what is wrong with it
+        return False
+    # Rows that overlap: a sum's gradient is one row, seen many times.
+    if any(one.stride(0) < one.shape[1] for one in rows) or max(right.stride()) < right.shape[right.stride(0) != 1]:
         return False
     leading = max(right.stride()) * itemsize
     return (leading | left.stride(0) * itemsize | out.stride(0) * out.dtype.itemsize) % ALIGNMENT_BYTES == 0 and (
