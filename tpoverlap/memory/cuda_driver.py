@@ -21,6 +21,9 @@ _INVALID_CONTEXT: Final = 201
 """A thread that has made no CUDA call yet, as autograd's may be, has no current context."""
 
 
+_current_device: Final = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 class CudaDriver(DeviceDriver):
     """The driver for one GPU.
 
@@ -65,7 +68,22 @@ class CudaDriver(DeviceDriver):
                 "this release cannot be captured in a CUDA graph; capture around the tpoverlap calls instead"
             )
         handle: int = self._current_stream(self._index)
+        if handle == 0 and _current_device() != self._index:
+            self._require_own_context()
         return handle
+
+    def _require_own_context(self) -> None:
+        """Stream 0 is the default one of whichever device is current: words for another GPU would order nothing here.
+
+        Where none is, this device's is made current on the way (`_again`).
+        """
+        context = ctypes.c_void_p()
+        self._check(self._get_context(ctypes.addressof(context)), "cuCtxGetCurrent")
+        if context.value is not None and context.value != self._context:
+            raise BackendUnavailableError(
+                f"this manager is on {self._device}, and another CUDA device is current in this thread; call "
+                f"torch.cuda.set_device({self._index}) first, or use `with torch.cuda.device({self._index}):`"
+            )
 
     def launch(self, stream: int, work: Work) -> None:
         with torch.cuda.stream(self._torch_stream(stream)):
