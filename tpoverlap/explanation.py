@@ -10,6 +10,7 @@ import torch
 from tpoverlap.config import Note
 from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.dispatch import Decision
+from tpoverlap.gemm.cublaslt import lt_products
 from tpoverlap.gemm.fp8 import SCALE_BYTES
 from tpoverlap.overlap.fp8 import METHODS
 from tpoverlap.overlap.kernel_trader import exchange_form
@@ -45,6 +46,7 @@ def explanation(
         f"  chosen by: {decision.source}: {decision.reason}",
         *([f"  by T: {remark}"] if remark else []),
         *([f"  form: {form}"] if form else []),
+        *sums_by_torch(communicator, decision),
         f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {width}], {size_bytes} bytes",
         *(_under_recipe(communicator, *fp8, tokens, size_bytes, dtype) if fp8 else []),
         f"  backend: {backend}",
@@ -77,6 +79,16 @@ def _form(communicator: CommOverlap, partition: TokenPartition, decision: Decisi
         return ""
     sums = manager.dtype if communicator.is_reduce_scatter else None
     return exchange_form(channel, partition.counts, communicator.width * manager.dtype.itemsize, sums)
+
+
+def sums_by_torch(communicator: CommOverlap, decision: Decision) -> list[str]:
+    """A line if own rows of a ring are added to what arrived by torch; cublasLt reads that where it is."""
+    device = communicator.manager.device
+    if device.type != "cuda" or decision.method != "ring_exchange" or not communicator.config.is_reduce_scatter:
+        return []
+    if lt_products(device.index or 0) is not None:
+        return []
+    return ["  sums: by torch, with a copy more: there is no cublasLt, the log says why"]
 
 
 def _in_fp8(communicator: CommOverlap, decision: Decision, tokens: int, size_bytes: int, dtype: torch.dtype) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.gemm.columns import Columns
+from tpoverlap import explanation
 from tpoverlap.errors import TpOverlapError
 from tpoverlap.gemm import PartialGemm
 from tpoverlap.gemm.cublaslt import LtProducts, lt_products, products
@@ -216,6 +218,20 @@ def test_rows_added_on_the_cpu() -> None:
         PartialGemm([left], [weight.t()], bias=one).rows_added(60, 90, received, out)
         wanted = left[60:].float() @ weight.t().float() + received.float()
         assert torch.equal(out.float(), wanted if one is None else wanted + one.float())
+
+
+@pytest.mark.parametrize(("found", "lines"), [(None, 1), (products_by(Columns()), 0)])
+def test_explain_says_that_torch_adds(monkeypatch: pytest.MonkeyPatch, found: LtProducts | None, lines: int) -> None:
+    def communicator(device: str, *, scatter: bool) -> Any:
+        config = SimpleNamespace(is_reduce_scatter=scatter)
+        return SimpleNamespace(manager=SimpleNamespace(device=torch.device(device)), config=config)
+
+    monkeypatch.setattr(explanation, "lt_products", lambda index: found)
+    ring: Any = SimpleNamespace(method="ring_exchange")
+    said = explanation.sums_by_torch(communicator("cuda:1", scatter=True), ring)
+    assert len(said) == lines and all("no cublasLt" in line for line in said)
+    assert not explanation.sums_by_torch(communicator("cpu", scatter=True), ring), "torch adds there anyway"
+    assert not explanation.sums_by_torch(communicator("cuda", scatter=False), ring)
 
 
 @pytest.mark.gpu

@@ -192,7 +192,8 @@ def delay_stream(
 
     Args:
         mgr: whose stream.
-        label: "comm", on a device "words", "compute0", ..., "caller" or (Gloo's receiving thread) "receive"; see `stream_labels`.
+        label: "comm", on a device "words", "compute0", ..., "caller" or (Gloo's receiving thread) "receive"; see
+            `stream_labels`.
         seconds: how late.
         only_rank: act on this rank alone; None: on every rank.
     """
