@@ -190,6 +190,23 @@ def test_streams_have_workspaces_of_their_own() -> None:
     assert len(lt._workspaces) <= 8
 
 
+def test_without_memory_for_a_workspace_torch_multiplies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = Columns()
+    lt, left, weight = products_by(library), matrix(1, 16, 48), matrix(2, 24, 48)
+    out = torch.empty(16, 24, dtype=torch.bfloat16)
+
+    def no_memory(*sizes: int, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", no_memory)
+        assert not lt.multiply(left, weight.t(), out) and not library.calls
+    assert "no 33554432 bytes of workspace" in caplog.text
+    assert lt.multiply(left, weight.t(), out), "there is some later"
+
+
 def test_threads_take_turns() -> None:
     """Descriptors are shared: two threads whose rows differ must not see each other's."""
     lt, wrong = products_by(Columns()), []

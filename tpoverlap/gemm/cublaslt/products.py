@@ -191,7 +191,7 @@ class LtProducts:
 
         Returns:
             False, and nothing has happened, where torch has to do it: another dtype or layout, something not aligned
-            to 16 bytes, or nothing the library has an algorithm for.
+            to 16 bytes, nothing the library has an algorithm for, or no memory for its workspace.
         """
         right_strides = right.stride()
         key = (
@@ -216,6 +216,8 @@ class LtProducts:
         stream = self._current_stream(self._index)
         with self._lock:
             workspace = self._workspaces.get(stream) or self._new_workspace(stream, left.device)
+            if workspace is None:
+                return False
             return family.run(
                 left.shape[0],
                 addresses,
@@ -242,10 +244,15 @@ class LtProducts:
             family = self._families[key] = Family(self._library, left, right, out, addend, has_bias=has_bias, fast=fast)
         return family
 
-    def _new_workspace(self, stream: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    def _new_workspace(self, stream: int, device: torch.device) -> tuple[torch.Tensor, int] | None:
+        """None: there is no memory for it. Said each time: torch, which does it then, may run out of it as well."""
         if len(self._workspaces) >= _MOST_STREAMS:
             self._workspaces.clear()  # torch hands the memory to what comes later on the same streams only
-        memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        try:
+            memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            logger.warning("%s: no %d bytes of workspace for cublasLt: torch multiplies", device, WORKSPACE_BYTES)
+            return None
         found = self._workspaces[stream] = (memory, memory.data_ptr())
         return found
 
