@@ -27,8 +27,13 @@ BROKEN = {
     "first_flags": "(v) one kernel: the program that has copied its part first sets the flags, not the last one",
     "first_credits": "(w) one kernel: the program that is through first gives the credits, not the last one",
     "early_refresh": "(u) one launch: the refresh of all arrival flags does not wait for the kernel that sends rows",
+    "late_credits": "(x) the caller's stream gives credits while the word stream may have yet to give earlier ones",
+    "descriptors_ahead": "(y) one launch: the word stream tells descriptors however far the caller's stream is behind",
 }
 """Broken variants. (d), depth 1 with the credit of two uses ago, is ``Config(depth=1, credit_lag=2)``."""
+
+_ONE_STREAM = {"late_descriptor", "host_publishes", "waiter_first", "grant_after_send", "early_refresh"}
+"""What `word_stream` has no broken form of."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Config:
         pieces: pieces of a chunk in each operation, each with a flag; a single entry counts for all operations. A flag
             that an operation does not need is written all the same, after the data (see rule p).
         rowless: a rank that owns no row: no data is sent by it (AG) or to it (RS), and it waits for no credit.
+        rowless_in: sequence numbers of the operations in which it owns none; (): in all.
         gated: an operation's sends start after the caller's stream has reached the operation (the engine does this).
             False frees the senders of every event, so that credits alone must protect slots.
         caller_streams: 2 gives each region a caller's stream of its own.
@@ -60,6 +66,9 @@ class Config:
         device: how errors work. False (CPU): waiters raise and the rank's remaining work is dropped. True (CUDA): a
             stream cannot be stopped; a mismatch stalls it, the watchdog poisons what it waits for, and everything
             that was enqueued still runs, on garbage.
+        word_stream: the caller's words have a stream of their own, as on a device.
+        comm_waits: with it: the comm stream waits for the peers' rows, behind its own sends.
+        most_ahead: with it: operations that a descriptor of one launch may be ahead of the caller's stream.
         library: on another stream of every rank a kernel of another library waits for its like on all ranks. It holds
             multiprocessors while it does, and gets none where a kernel fills the GPU.
         behind: a rank whose caller's stream waits for that kernel before its first operation.
@@ -78,11 +87,15 @@ class Config:
     first_epoch: int = 13
     pieces: tuple[int, ...] = (1,)
     rowless: int | None = None
+    rowless_in: tuple[int, ...] = ()
     gated: bool = True
     caller_streams: int = 1
     one_queue: bool = False
     descriptor_wait: bool = True
     device: bool = False
+    word_stream: bool = False
+    comm_waits: bool = False
+    most_ahead: int = 1
     library: bool = False
     behind: int | None = None
     dies: int | None = None
@@ -94,6 +107,10 @@ class Config:
         unknown = set(self.broken) - set(BROKEN)
         if unknown:
             raise ValueError(f"unknown broken rules {sorted(unknown)}; there are {sorted(BROKEN)}")
+        if self.word_stream and not (self.device and self.gated and not self.one_queue):
+            raise ValueError("word_stream: a device has one; in one hardware queue it is the caller's stream again")
+        if self.word_stream and (ignored := set(self.broken) & _ONE_STREAM):
+            raise ValueError(f"word_stream ignores {sorted(ignored)}")
         if self.device and self.modulus // 2 < len(self.ops) + self.depth:
             raise ValueError(
                 f"modulus={self.modulus}: a poisoned rank runs through its whole queue, half of the epochs"
@@ -102,6 +119,8 @@ class Config:
     @property
     def reducible(self) -> bool:
         """Whether the reduction of `model` is sound: words are monotone and no stream is dropped early."""
+        if self.word_stream and (self.dies is not None or set("TUNtu") & set(self.ops)):
+            return False  # an event that a stream which stops had recorded; two streams write one credit
         # These break data, not words.
         if self.library:  # multiprocessors are taken and given back
             return False
@@ -112,9 +131,13 @@ class Config:
 
     def num_pieces(self, seq: int, kind: str, source: int, destination: int) -> int:
         """Pieces that ``source`` sends to ``destination`` in operation number ``seq``."""
-        if self.rowless == (source if kind == "A" else destination):
+        if self.rowless == (source if kind == "A" else destination) and self.sends_nothing(seq):
             return 0
         return self.pieces[seq - 1] if len(self.pieces) > 1 else self.pieces[0]
+
+    def sends_nothing(self, seq: int) -> bool:
+        """Whether there is a rank without rows in operation number ``seq``."""
+        return self.rowless is not None and (not self.rowless_in or seq in self.rowless_in)
 
     def rank_ops(self, rank: int) -> list[tuple[str, int]]:
         """(letter, variant) of each operation that ``rank`` issues; variant 1 is another T, 2 are other counts."""

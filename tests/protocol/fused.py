@@ -46,19 +46,26 @@ class FusedSteps(RankSteps):
         return [begin, *inside, Step(self._label(op, "the kernel ends"), guard, set_full(0))]
 
     def _fused_receives(self, op: Op, caller: Thread) -> list[Step]:
-        """By copy engine: the kernel starts when it only waits for copies, and its tiles wait for the pieces."""
+        """By copy engine: the kernel starts when it only waits for copies."""
+        before, kernel = self._entered(op, caller), self._waiting_kernel(op)
+        return [*kernel, *before] if "no_entered" in self.config.broken else [*before, *kernel]
+
+    def _entered(self, op: Op, stream: Thread) -> list[Step]:
+        """Every peer is at this operation and has computed what it sends."""
         before: list[Step] = []
-        inside: list[Step] = []
         for source in self._sources(op):
-            before += self._expect(op, caller, source)
+            before += self._expect(op, stream, source)
             pieces = self.config.num_pieces(op.seq, op.kind, source, self.rank)
             if op.kind == "R" and pieces and "no_computed" not in self.config.broken:
                 word = self._arrival_word(self.rank, op, source, COMPUTED)
                 label = self._label(op, f"rank {source} has computed what it sends")
                 before.append(self._wait_epoch(label, word, self._stored(op.use)))
-            inside += self._reads(op, source, arrival=True)
-        kernel = self._kernel(op, inside, fills=True)
-        return [*kernel, *before] if "no_entered" in self.config.broken else [*before, *kernel]
+        return before
+
+    def _waiting_kernel(self, op: Op) -> list[Step]:
+        """Its tiles wait for the pieces."""
+        inside = [step for source in self._sources(op) for step in self._reads(op, source, arrival=True)]
+        return self._kernel(op, inside, fills=True)
 
     def _launch_sends(self, op: Op, caller: Thread, publish: list[Step]) -> list[Step]:
         """What the comm stream does for a kernel that pushes by itself: descriptors; on the CPU the credits, too."""
@@ -79,11 +86,20 @@ class FusedSteps(RankSteps):
         return [self._wait_credit(op, p) for p in self._destinations(op) if number(op.seq, op.kind, self.rank, p)]
 
     def _one_launch(self, op: Op, caller: Thread, behind: list[Step]) -> list[Step]:
-        """The kernel pushes, then reads what arrived; what it made of that is used after the compare.
+        """What the kernel made of the rows that arrived is used after the compare.
 
         On a device the caller's stream waits for the credits itself, and joins the comm stream after the kernel.
         ``behind``: what one hardware queue hands out after the kernel, at worst when it has ended.
         """
+        kernel = self._launched_kernel(op)
+        compares = [step for source in self._sources(op) for step in self._expect(op, caller, source)]
+        if self.config.device:
+            return [*self._launch_credits(op), *kernel, *behind, *compares, self._use(op), self._join(op)]
+        # On the CPU, where a kernel cannot be stopped, the compare comes first.
+        return [self._join(op), *compares, *kernel, self._use(op)]
+
+    def _launched_kernel(self, op: Op) -> list[Step]:
+        """It pushes, then reads what arrived."""
         pushes, reads = [], []
         for peer in self._destinations(op):
             pieces = self.config.num_pieces(op.seq, op.kind, self.rank, peer)
@@ -94,13 +110,8 @@ class FusedSteps(RankSteps):
                 pushes.append(self._arrival(op, peer, piece))
         for source in self._sources(op):
             reads += self._reads(op, source, arrival=True)
-        compares = [step for source in self._sources(op) for step in self._expect(op, caller, source)]
         inside = [*reads, *pushes] if "waits_before_pushing" in self.config.broken else [*pushes, *reads]
-        kernel = self._kernel(op, inside, fills="no_reserve" in self.config.broken)
-        if self.config.device:
-            return [*self._launch_credits(op), *kernel, *behind, *compares, self._use(op), self._join(op)]
-        # On the CPU, where a kernel cannot be stopped, the compare comes first.
-        return [self._join(op), *compares, *kernel, self._use(op)]
+        return self._kernel(op, inside, fills="no_reserve" in self.config.broken)
 
     def _use(self, op: Op) -> Step:
         tentative, released = self.at("tentative", self.rank), self.released

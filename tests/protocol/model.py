@@ -1,15 +1,15 @@
 """The protocol as a transition system: streams are programs of atomic steps on shared words.
 
-A rank has a comm stream, one or two caller's streams and a watchdog. `program.py` writes the streams' programs; this
-module runs them, adds the watchdog, a rank that stops, and the checks on final states.
+A rank has a comm stream, one or two caller's streams, maybe a word stream, and a watchdog. `program.py` writes the
+streams' programs; this module runs them, adds the watchdog, a rank that stops, and the checks on final states.
 
 Reduction (`Model.settle`), used for three ranks. Steps are classified by what they touch:
 
-* *eager* steps only write or wait for monotone words (events, arrivals, credits, descriptors in a ring that is not
-  reused). Each word has one writer and only grows, so a wait that is enabled stays enabled, and a write enables waits
-  but changes nothing about those that are enabled already: an eager step that is enabled commutes with every step of
-  every other stream, and none disables it. Alone it is therefore a persistent set (Godefroid), and since programs are
-  finite, exploring it alone keeps every deadlock and every violated check.
+* *eager* steps only write or wait for monotone words (events, program counters of the same rank, arrivals, credits,
+  descriptors in a ring that is not reused). Each word has one writer and only grows, so a wait that is enabled stays
+  enabled, and a write enables waits but changes nothing about those that are enabled already: an eager step that is
+  enabled commutes with every step of every other stream, and none disables it. Alone it is therefore a persistent set
+  (Godefroid), and since programs are finite, exploring it alone keeps every deadlock and every violated check.
 * data reads, data writes and everything a watchdog does are never eager, all their interleavings are explored.
 * of the rank that may stop, an eager step and "stop here" form the persistent set together.
 * time-outs fire only when nothing else can happen (or any time, for a rank in ``gives_up``, which is no alternative

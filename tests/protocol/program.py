@@ -12,6 +12,8 @@ One operation, with use ``u`` of slot ``u % depth`` of its region (compare `tpov
     wait for "sends are queued and done"              "sends are done"
     credit u to every peer (not if the slot is held)
 
+On a device the caller's words can have a stream of their own: `word_stream`.
+
 Own rows never cross a rank boundary and are left out; so are the GEMMs, which only take time. Both regions follow the
 same rules: an AG cell is the chunk of a source, an RS cell the partial rows that a source computed for this rank.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from .config import Config
 from .steps import Code, Op, Step, Thread
-from .trade import TradeSteps
+from .word_stream import WordStreamSteps
 from .words import Words
 
 FORMS = {"G": ("A", "engine"), "F": ("R", "engine"), "L": ("A", "launch"), "M": ("R", "launch")}
@@ -48,19 +50,26 @@ def _build(config: Config, words: Words) -> Code:
     return code
 
 
-class _RankBuilder(TradeSteps):
+class _RankBuilder(WordStreamSteps):
     """Writes the programs of one rank."""
 
     def build(self) -> None:
         config = self.config
         comm, caller, host = self._thread("comm"), self._thread("caller"), self._thread("host")
+        words = self._thread("words")
         other = self._thread("caller 2") if config.caller_streams == 2 else caller
         callers = {"A": caller, "R": other, "S": caller}
         uses = dict.fromkeys(callers, 0)
         held: dict[tuple[str, int], Op] = {}
+        library = self._thread("library")
+        if config.library:
+            library.steps = self._library()
+            if config.behind == self.rank:
+                done = self.at("library ends", self.rank)
+                caller.steps.append(self._wait_count(f"rank {self.rank} waits for the other library", done, 1))
         for number, (letter, variant) in enumerate(config.rank_ops(self.rank)):
             kind, form = FORMS.get(letter, (letter.upper(), ""))
-            kind, order = ORDERS.get(letter, (kind, "beside"))
+            kind, order = ORDERS.get(letter.upper(), (kind, "beside"))
             if letter.upper() in TRADES:
                 kind, order = TRADES[letter.upper()], "traded"
             uses[kind] += 1
@@ -68,16 +77,14 @@ class _RankBuilder(TradeSteps):
             if op.held:
                 held[kind, op.use] = op
             ended = held.pop((kind, op.use - config.depth), None)
-            self._operation(op, ended, order, comm, callers[kind], host)
-        library = self._thread("library")
-        if config.library:
-            library.steps = self._library()
-            if config.behind == self.rank:
-                done = self.at("library ends", self.rank)
-                caller.steps.insert(0, self._wait_count(f"rank {self.rank} waits for the other library", done, 1))
-        for thread in (comm, caller, other, host, library):
+            if config.word_stream and kind != "S":
+                publish = [step for peer in self.peers for step in self._publish(op, peer)]
+                self._on_a_device(op, ended, order, comm, callers[kind], words, publish)
+            else:
+                self._operation(op, ended, order, comm, callers[kind], host)
+        for thread in (comm, caller, other, words, host, library):
             if thread.steps and thread not in self.code.threads:
-                if config.gives_up and thread in callers.values():
+                if config.gives_up and thread in (*callers.values(), words):
                     thread.steps.append(Step("end"))  # not eager: whether a rank can still give up depends on it
                 self.code.threads.append(thread)
         self.code.waited.append(self.waited)

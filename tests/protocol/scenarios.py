@@ -33,6 +33,12 @@ def _three(name: str, **options: object) -> Scenario:
     return Scenario(name, Config(tp_size=3, **options), reduce=True)  # type: ignore[arg-type]
 
 
+def _words(name: str, *, reduce: bool = False, expect: str = "", **options: object) -> Scenario:
+    """On a device whose caller's words have a stream of their own."""
+    config = Config(device=True, word_stream=True, **options)  # type: ignore[arg-type]
+    return Scenario(f"words: {name}", config, reduce, expect)
+
+
 HOLDS = [
     # every rank behaves
     Scenario("two ranks", Config(ops="ARARA")),
@@ -100,6 +106,38 @@ HOLDS = [
     _three("three ranks, one without rows", ops="ARASR", rowless=0),
     _three("three ranks, senders without events", ops="AAA", gated=False),
     Scenario("three ranks, one hardware queue, in full", Config(tp_size=3, ops="ARA", one_queue=True)),
+    # three streams a rank
+    _words("rings", ops="ARARA"),
+    _words("the comm stream waits", ops="ARARA", comm_waits=True),
+    _words("two pieces", ops="ARA", pieces=(2,)),
+    _words("a rank without rows", ops="ARLRA", rowless=0, ring=2),
+    _words("held slots", ops="aRaAR"),
+    _words("a held slot before one launch", ops="aLaL", depth=1),
+    _words("held slots of several orders", ops="aTkLA"),
+    _words("a late descriptor", ops="ABRB", comm_waits=True),
+    _words("one launch", ops="LMLMA"),
+    _words("fused by copy engine, another library", ops="FG", library=True),
+    _words("fused by copy engine, a rank behind another library", ops="GF", library=True, behind=1),
+    _words("one launch, another library", ops="LM", library=True, behind=1),
+    _words("one kernel between others", ops="KLNM"),
+    _words("a caller's stream for each region", ops="ARA", caller_streams=2),
+    _words("all at once, and some send nothing", ops="ATTTA", rowless=0, rowless_in=(3,)),
+    _words("all at once after a held slot", ops="AaTA", depth=1, comm_waits=True, rowless=0, rowless_in=(2,)),
+    _words("one kernel, and some send nothing", ops="RNR", depth=1, rowless=0, rowless_in=(2,)),
+    _words("the smallest ring, 2 * most_ahead", ops="LTLTLTL", most_ahead=2, ring=4, modulus=32, rowless=0),
+    _words("the smallest ring, no launch ahead", ops="LTTLSL", most_ahead=1, ring=2),
+    _words("a rank stops anywhere", ops="ARA", dies=0),
+    _words("a rank stops anywhere, the comm stream waits", ops="ATA", dies=0, comm_waits=True),
+    _words("one launch, a rank stops anywhere", ops="LML", dies=0),
+    _words("one launch, a rank gives up", ops="L", gives_up=(0,)),
+    _words("a rank gives up, held slots", ops="aRaAR", gives_up=(0,), reduce=True),
+    _words("a rank gives up, the comm stream waits", ops="AL", gives_up=(0,), comm_waits=True, reduce=True),
+    _words("a rank deviates: T", ops="ALT", deviates=(0, 1, "T")),
+    _words("a rank deviates: counts", ops="LAA", deviates=(0, 2, "counts")),
+    _words("a rank deviates: skip", ops="ALAL", deviates=(0, 1, "skip")),
+    _words("three ranks", tp_size=3, ops="ARAR", reduce=True),
+    _words("three ranks, held slots", tp_size=3, ops="aSrA", reduce=True),
+    _words("three ranks, one launch and one kernel", tp_size=3, ops="LKR", reduce=True),
     # rank 0 stops anywhere
     Scenario("CPU: a rank stops anywhere", Config(ops="ARARA", dies=0)),
     Scenario("CUDA: a rank stops anywhere", Config(ops="ARAR", dies=0, device=True)),
@@ -180,6 +218,24 @@ BROKEN_RULES = [
     Scenario("v", Config(ops="K", pieces=(2,), broken=("first_flags",)), expect="reads"),
     Scenario("v, reduce-scatter", Config(ops="N", pieces=(2,), device=True, broken=("first_flags",)), expect="reads"),
     Scenario("w", Config(ops="NNN", depth=1, pieces=(2,), broken=("first_credits",)), expect="overwrites data"),
+    _words("b", ops="LAL", depth=1, broken=("no_credit_wait",), rowless=0, expect="overwrites data"),
+    _words("c", ops="AAA", depth=1, broken=("credit_before_read",), expect="overwrites data"),
+    _words("c, one launch", ops="LL", depth=1, broken=("credit_before_read",), expect="overwrites data"),
+    _words("c, a held slot", ops="aAA", depth=1, broken=("credit_before_read",), expect="overwrites data"),
+    _words("e", ops="AA", deviates=(1, 1, "T"), broken=("no_compare",), expect="variant 1"),
+    _words("q", ops="G", library=True, behind=1, broken=("no_entered",), expect="false alarm"),
+    _words("r", ops="F", library=True, broken=("no_computed",), expect="false alarm"),
+    _words("x", ops="ATA", depth=1, rowless=0, rowless_in=(2,), broken=("late_credits",), expect="false alarm"),
+    _words("x, depth 2", ops="ATTTA", rowless=0, rowless_in=(3,), broken=("late_credits",), expect="false alarm"),
+    _words(
+        "x, a held slot",
+        **{"ops": "AaTA", "depth": 1, "comm_waits": True, "rowless": 0, "rowless_in": (2,)},
+        broken=("late_credits",),
+        expect="false alarm",
+    ),
+    _words("x, one kernel", ops="RNR", depth=1, rowless=0, rowless_in=(2,), broken=("late_credits",), expect="alarm"),
+    _words("y", ops="LTTL", ring=3, broken=("descriptors_ahead",), expect="overwrites its descriptor"),
+    _words("ring too small", ops="LTLTLTL", most_ahead=2, ring=3, modulus=32, rowless=0, expect="its descriptor"),
     Scenario("ring 1", Config(ops="AR", ring=1), expect="overwrites its descriptor"),
     Scenario("ring too small for credits alone", Config(ops="ARARA", gated=False, ring=4), expect="its descriptor"),
     Scenario("two callers' streams share a ring", Config(ops="ARR", caller_streams=2, ring=2), expect="its descriptor"),

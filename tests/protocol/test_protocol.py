@@ -61,6 +61,9 @@ REDUCED_LIKE_FULL = [
     Config(ops="A", gives_up=(0,), device=True),
     Config(ops="AA", depth=1, gives_up=(0,), device=True, one_queue=True),
     Config(ops="ASA", deviates=(0, 2, "op"), device=True),
+    Config(ops="aRLA", device=True, word_stream=True),
+    Config(ops="ABA", device=True, word_stream=True, comm_waits=True),
+    Config(ops="L", gives_up=(0,), device=True, word_stream=True),
     Config(tp_size=3, ops="AR", one_queue=True),
     Config(tp_size=3, ops="RA", rowless=0, one_queue=True),
     Config(tp_size=3, ops="A", dies=0, one_queue=True),
@@ -83,6 +86,7 @@ RACES = [
 
 
 RACES += [
+    Config(ops="AL", depth=1, device=True, word_stream=True, broken=("credit_before_read",)),
     Config(tp_size=3, ops="AA", depth=1, credit_lag=2),
     Config(tp_size=3, ops="A", gives_up=(0,), device=True, broken=("poison_before_abort",)),
 ]
@@ -94,9 +98,16 @@ def test_reduction_finds_races_too(config: Config) -> None:
 
 
 def test_reduction_is_refused_where_it_is_not_sound() -> None:
-    for config in (Config(broken=("plain_comparison",)), Config(ring=2), Config(gives_up=(0,))):
+    words = [Config(ops=ops, dies=dies, device=True, word_stream=True) for ops, dies in (("AT", None), ("AA", 0))]
+    for config in (Config(broken=("plain_comparison",)), Config(ring=2), Config(gives_up=(0,)), *words):
         with pytest.raises(ValueError, match="not sound"):
             explore(config, reduce=True)
+
+
+def test_what_the_word_stream_ignores_is_refused() -> None:
+    for options in ({"device": False}, {"one_queue": True}, {"gated": False}, {"broken": ("late_descriptor",)}):
+        with pytest.raises(ValueError, match="word_stream"):
+            Config(**{"device": True, "word_stream": True, **options})  # type: ignore[arg-type]
 
 
 def test_healthy_ranks_end_in_one_state() -> None:
