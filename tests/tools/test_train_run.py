@@ -43,7 +43,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "method",  # auto rings and is bulk in backward; the others are in the conformance suite as well
-    [pytest.param(m, marks=pytest.mark.slow if m in ("ring_exchange", "bulk") else ()) for m in METHOD_CHOICES],
+    [pytest.param(m, marks=pytest.mark.slow if m in ("ring_exchange", "bulk", "sequential") else ()) for m in METHOD_CHOICES],
 )
 def test_every_method_trains_like_the_reference(method: str, tmp_path: Path) -> None:
     result = run("--steps", "6", "--method", method, "--check-reference", "--json", str(tmp_path / "run.json"))
@@ -87,7 +87,7 @@ def test_layer_styles_and_microbatches_in_flight(
     [
         ("current", ("--backward-mode", "rs_dgrad", "--pipeline-microbatches", "3")),
         ("delayed", ("--backward-mode", "bulk", "--pipeline-microbatches", "2", "--tp", "3")),
-        ("rowwise", ("--compare", "--compare-steps", "2")),
+        pytest.param("rowwise", ("--compare", "--compare-steps", "2"), marks=pytest.mark.slow),
         pytest.param("current", ("--method", "pipeline", "--dtype", "bfloat16"), marks=pytest.mark.slow),
         pytest.param("delayed", ("--method", "sequential", "--backward-mode", "rs_dgrad"), marks=pytest.mark.slow),
     ],
