@@ -43,7 +43,10 @@ def read(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "method",  # auto rings and is bulk in backward; the others are in the conformance suite as well
-    [pytest.param(m, marks=pytest.mark.slow if m in ("ring_exchange", "bulk", "sequential") else ()) for m in METHOD_CHOICES],
+    [
+        pytest.param(m, marks=pytest.mark.slow if m in ("ring_exchange", "bulk", "sequential") else ())
+        for m in METHOD_CHOICES
+    ],
 )
 def test_every_method_trains_like_the_reference(method: str, tmp_path: Path) -> None:
     result = run("--steps", "6", "--method", method, "--check-reference", "--json", str(tmp_path / "run.json"))
