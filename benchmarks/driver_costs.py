@@ -46,11 +46,13 @@ def timed(call: Callable[[], object], synchronize: Callable[[], object]) -> floa
 def driver_calls(manager: tpo.UserBufferManager) -> dict[str, Callable[[], object]]:
     """Calls on the caller's stream: memory operations, collected and submitted, and copies."""
     channel = manager.channel
-    assert channel is not None and channel.transport.driver is not None, "two ranks on devices"
-    driver, arena = channel.transport.driver, channel.arenas[0]
+    assert channel is not None, "two ranks on devices"
+    arena = channel.arenas[0]
     stream = channel.caller_stream()
     assert isinstance(stream, DeviceStream), "a device's caller"
-    words = driver.device_words(64).data_ptr()
+    words_kept = torch.zeros(64, dtype=torch.int32, device=channel.device)
+    torch.cuda.synchronize()  # zeroed before any stream writes
+    words = words_kept.data_ptr()
     own, peer = arena.address(manager.rank), arena.address(1 - manager.rank)
     spare = arena.size_bytes - 4096  # the end of the last slot: no operation runs meanwhile
 
@@ -63,7 +65,7 @@ def driver_calls(manager: tpo.UserBufferManager) -> dict[str, Callable[[], objec
         return call
 
     def waits(count: int) -> Callable[[], object]:
-        def call() -> None:
+        def call(_holds: torch.Tensor = words_kept) -> None:
             for _ in range(count):
                 stream.wait32(words, 0)
             stream.flush()

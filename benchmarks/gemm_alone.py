@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,12 +211,26 @@ def main(out: Path, device: str, rounds: int, minutes: float | None) -> None:
     """Check and time every row."""
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("it needs a GPU, torch sees none; --device cpu checks the script alone")
+    with session_alone(device, rounds, minutes) as session:
+        measure_all(session, out)
+
+
+@contextmanager
+def session_alone(device: str, rounds: int, minutes: float | None) -> Iterator[Session]:
+    """This process by itself, in a group of one rank."""
     job = job_on(device, rounds, minutes)
     dist.init_process_group(job.group_backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        measure_all(job, out)
+        assert dist.group.WORLD is not None, "just made"
+        yield Session(job, dist.group.WORLD, 0)
     finally:
         dist.destroy_process_group()
+
+
+def echo_problems(row: Row) -> None:
+    """What was not timed, and why."""
+    for name, problem in row["problems"].items():
+        click.echo(f"    ! {name}: {problem}")
 
 
 def job_on(device: str, rounds: int, minutes: float | None) -> BenchJob:
@@ -224,10 +239,10 @@ def job_on(device: str, rounds: int, minutes: float | None) -> BenchJob:
     return BenchJob(("gemm",), "cuda" if on_gpu else "cpu", int(on_gpu), 1, 1, rounds=rounds, minutes=minutes)
 
 
-def measure_all(job: BenchJob, out: Path) -> None:
-    """Every item in turn, by this process alone, whose group has one rank."""
-    assert dist.group.WORLD is not None, "the caller made it"
-    session, on_gpu = Session(job, dist.group.WORLD, 0), job.device_type == "cuda"
+def measure_all(session: Session, out: Path) -> None:
+    """Every item in turn, by this process alone."""
+    job = session.job
+    on_gpu = job.device_type == "cuda"
     everything = list(
         items(TOKENS, SUITE_FEATURES, LAYER_FEATURES, WIDTHS)
         if on_gpu
@@ -248,8 +263,7 @@ def measure_all(job: BenchJob, out: Path) -> None:
             shown = {name: times["queued_us"] or times["eager_us"] for name, times in row["times"].items()}
             label = f"[{number + 1}/{len(everything)}] {kind} {'x'.join(map(str, sizes))}"
             click.echo(f"{label}: " + ", ".join(f"{name} {us:.1f}" for name, us in shown.items()))
-            for name, problem in row["problems"].items():
-                click.echo(f"    ! {name}: {problem}")
+            echo_problems(row)
             out.write_text(json.dumps(result) + "\n")
     out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -25,10 +25,17 @@ from typing import Any
 
 import click
 import torch
-import torch.distributed as dist
 
 from benchmarks.environment import environment
-from benchmarks.gemm_alone import FAST_ADDS_OFF, ROUNDS_OFF, Quantizers, Variant, job_on, row_of
+from benchmarks.gemm_alone import (
+    FAST_ADDS_OFF,
+    ROUNDS_OFF,
+    Quantizers,
+    Variant,
+    echo_problems,
+    row_of,
+    session_alone,
+)
 from tpoverlap.gemm.cublaslt import LtProducts, lt_products
 from tpoverlap.gemm.fp8 import QuantizedTensor
 from tpoverlap.tools.bench.session import Operands, Session
@@ -118,17 +125,10 @@ def main(out: Path, rounds: int, minutes: float | None) -> None:
     """Check and time every row."""
     if not torch.cuda.is_available():
         raise click.ClickException("it needs a GPU, torch sees none")
-    job = job_on("cuda", rounds, minutes)
-    dist.init_process_group(job.group_backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD is not None, "just made"
-        session = Session(job, dist.group.WORLD, 0)
+    with session_alone("cuda", rounds, minutes) as session, torch.no_grad():
         operands = Operands(session, max(ROWS) * 8192, max(k * n for k, n in FEATURES))
-        by, result = Quantizers(session.device), {"environment": environment(), "rows": [], "left_out": 0}
-        with torch.no_grad():
-            _measure(session, operands, by, result, out)
-    finally:
-        dist.destroy_process_group()
+        result = {"environment": environment(), "rows": [], "left_out": 0}
+        _measure(session, operands, Quantizers(session.device), result, out)
 
 
 def _measure(session: Session, operands: Operands, by: Quantizers, result: dict[str, Any], out: Path) -> None:
@@ -146,8 +146,7 @@ def _measure(session: Session, operands: Operands, by: Quantizers, result: dict[
         result["rows"].append(row)
         shown = {name: f"{one['queued_us'] or 0:.1f}/{one['host_us']:.0f}" for name, one in row["times"].items()}
         click.echo(f"{rows}x{k}x{n}: " + ", ".join(f"{name} {text}" for name, text in shown.items()))
-        for name, problem in row["problems"].items():
-            click.echo(f"    ! {name}: {problem}")
+        echo_problems(row)
         out.write_text(json.dumps(result) + "\n")
     out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import gemm_alone
 from tpoverlap.testing import RankPool
+from tpoverlap.tools.bench.session import Session
 
 
 def run(rank: int, world_size: int, out: Path) -> None:
-    gemm_alone.measure_all(gemm_alone.job_on("cpu", 1, None), out)
+    assert dist.group.WORLD is not None, "the pool's"
+    gemm_alone.measure_all(Session(gemm_alone.job_on("cpu", 1, None), dist.group.WORLD, 0), out)
 
 
 def test_on_the_cpu(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:

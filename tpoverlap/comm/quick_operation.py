@@ -6,17 +6,20 @@ that are due for a refresh, or another stream that still reads the slot are left
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from tpoverlap.comm.device_signals import DeviceSignals
-from tpoverlap.comm.device_streams import CallerDeviceStream, MarkEvent
+from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, MarkEvent
 from tpoverlap.comm.exchange import REFRESH_EVERY
 from tpoverlap.comm.in_flight import Flight
 from tpoverlap.comm.outline import Outline
+from tpoverlap.errors import TpOverlapError
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
+logger = logging.getLogger("tpoverlap")
 Claimed = tuple[CallerDeviceStream, int, Flight]
 """The caller's stream, the epoch, and what the watchdog sees."""
 
@@ -61,3 +64,24 @@ class QuickOperation:
             raise
         channel.leave()
         return None
+
+    def _fail_claimed(self, error: BaseException, claimed: Claimed, sender: DeviceStream) -> None:
+        """Peers are told what this was, then that it failed; the host learns when the device has left it.
+
+        ``sender``: the stream that told the peers, or would have; maybe the caller's.
+        """
+        caller, epoch, flight = claimed
+        channel, signals, region = self._channel, self._signals, self.region
+        try:
+            sender.follow(caller)
+            signals.publish_all(sender, flight.descriptor)  # once more, if that had been done
+            sender.flush()
+        finally:
+            channel.fail(error, flight.descriptor)
+            try:
+                caller.follow(sender)
+                end = region.last_reader[epoch % region.depth] = signals.mark_done(caller)
+                caller.flush()
+                channel.in_flight.land(flight, end)
+            except TpOverlapError:
+                logger.exception("the driver refused the end of an operation that had failed")

@@ -19,7 +19,6 @@ from tpoverlap.comm.in_flight import Flight
 from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.quick_operation import QuickOperation
 from tpoverlap.comm.ring_sheet import Form, RingSheet, RingSheets
-from tpoverlap.errors import TpOverlapError
 from tpoverlap.memory.driver import MemoryOperations
 from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING
 
@@ -139,7 +138,7 @@ class QuickRing(QuickOperation):
                 end.value,
             )
         except BaseException as error:
-            self._fail(error, caller, epoch, flight)
+            self._fail_claimed(error, claimed, comm)
             self._channel.leave()
             raise
         return caller, epoch, flight, slot, end
@@ -233,21 +232,4 @@ class QuickRing(QuickOperation):
 
     def fail(self, error: BaseException, turn: Turn) -> None:
         """Instead of `end`: peers are told what this was, then that it failed."""
-        self._fail(error, *turn[:3])
-
-    def _fail(self, error: BaseException, caller: CallerDeviceStream, epoch: int, flight: Flight) -> None:
-        channel, signals, comm, descriptor = self._channel, self._signals, self._comm, flight.descriptor
-        try:
-            comm.follow(caller)
-            signals.publish_all(comm, descriptor)  # once more, if that had been done
-            comm.flush()
-        finally:
-            channel.fail(error, descriptor)
-            try:
-                caller.follow(comm)
-                self._words.follow(caller)
-                end = self.region.last_reader[epoch % self.region.depth] = signals.mark_done(caller, self._words)
-                self._words.flush()
-                channel.in_flight.land(flight, end)
-            except TpOverlapError:
-                logger.exception("the driver refused the end of an operation that had failed")
+        self._fail_claimed(error, turn[:3], self._comm)

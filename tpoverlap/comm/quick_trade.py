@@ -17,10 +17,9 @@ from tpoverlap.comm.device_signals import DeviceSignals, SlotAddresses
 from tpoverlap.comm.device_streams import DeviceStream
 from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.outline import Outline
-from tpoverlap.comm.quick_operation import Claimed, QuickOperation
+from tpoverlap.comm.quick_operation import QuickOperation
 from tpoverlap.comm.trader import Trader
 from tpoverlap.comm.word_sheet import WordSheet
-from tpoverlap.errors import TpOverlapError
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
@@ -91,7 +90,7 @@ class QuickTrade(QuickOperation):
             region.last_reader[epoch % region.depth] = end
             self._channel.in_flight.land(flight, end)
         except BaseException as error:
-            self._failed(error, claimed)
+            self._fail_claimed(error, claimed, caller)
             raise
         finally:
             self._channel.leave()
@@ -121,24 +120,8 @@ class QuickTrade(QuickOperation):
             region.last_reader[epoch % region.depth] = end
             self._channel.in_flight.land(flight, end)
         except BaseException as error:
-            self._failed(error, claimed)
+            self._fail_claimed(error, claimed, caller)
             raise
         finally:
             self._channel.leave()
         return True
-
-    def _failed(self, error: BaseException, claimed: Claimed) -> None:
-        """Peers are told what this was, then that it failed; the host learns when the device has left it."""
-        caller, epoch, flight = claimed
-        channel, signals, region = self._channel, self._signals, self.region
-        try:
-            signals.publish_all(caller, flight.descriptor)  # once more, if the kernel was launched
-            caller.flush()
-        finally:
-            channel.fail(error, flight.descriptor)
-            try:
-                end = region.last_reader[epoch % region.depth] = signals.mark_done(caller)
-                caller.flush()
-                channel.in_flight.land(flight, end)
-            except TpOverlapError:
-                logger.exception("the driver refused the end of an operation that had failed")

@@ -137,11 +137,6 @@ class CudaDriver(DeviceDriver):
     def host_bytes(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.uint8, pin_memory=True)
 
-    def device_words(self, count: int) -> torch.Tensor:
-        words = torch.zeros(count, dtype=torch.int32, device=self._device)
-        torch.cuda.synchronize(self._device)  # zeroed before any stream writes
-        return words
-
     def host_words(self, count: int) -> HostWords:
         pinned = self.host_bytes(4 * count)  # mapped, at the same address, wherever addressing is unified
         return HostWords(pinned.numpy().data.cast("I"), pinned.data_ptr(), pinned)

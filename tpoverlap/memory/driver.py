@@ -112,10 +112,6 @@ class DeviceDriver(ABC):
         """Zeroed uint8 host memory that `read` and `write` take."""
 
     @abstractmethod
-    def device_words(self, count: int) -> torch.Tensor:
-        """Zeroed int32 words in device memory, for streams of this process."""
-
-    @abstractmethod
     def host_words(self, count: int) -> HostWords:
         """Zeroed words that streams write and this process reads without a call of the driver."""
 

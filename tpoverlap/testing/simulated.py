@@ -121,11 +121,6 @@ class SimulatedDriver(DeviceDriver):
     def host_bytes(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.uint8)
 
-    def device_words(self, count: int) -> torch.Tensor:
-        words = torch.zeros(count, dtype=torch.int32)
-        self._keep.append(words)  # a stream that still runs may write
-        return words
-
     def host_words(self, count: int) -> HostWords:
         words = torch.zeros(4 * count, dtype=torch.uint8)
         self._keep.append(words)

@@ -212,7 +212,11 @@ class LtProducts:
         if family is None:
             if not _takes(left, right, out, addend, bias, scales):
                 return False
-            family = self._new_family(key, left, right, out, addend, bias is not None, fast)
+            with self._lock:
+                if len(self._families) >= _MOST_FAMILIES:
+                    self._families.clear()  # descriptors are a few hundred bytes each, and stay with the process
+                family = Family(self._library, left, right, out, addend, has_bias=bias is not None, fast=fast)
+                self._families[key] = family
         stream = self._current_stream(self._index)
         with self._lock:
             workspace = self._workspaces.get(stream) or self._new_workspace(stream, left.device)
@@ -227,22 +231,6 @@ class LtProducts:
                 bias_address,
                 None if scales is None else (scales[1].data_ptr(), scales[0].data_ptr()),
             )
-
-    def _new_family(
-        self,
-        key: tuple[Any, ...],
-        left: torch.Tensor,
-        right: torch.Tensor,
-        out: torch.Tensor,
-        addend: torch.Tensor | None,
-        has_bias: bool,
-        fast: bool,
-    ) -> Family:
-        with self._lock:
-            if len(self._families) >= _MOST_FAMILIES:
-                self._families.clear()  # descriptors are a few hundred bytes each, and stay with the process
-            family = self._families[key] = Family(self._library, left, right, out, addend, has_bias=has_bias, fast=fast)
-        return family
 
     def _new_workspace(self, stream: int, device: torch.device) -> tuple[torch.Tensor, int] | None:
         """None: there is no memory for it. Said each time: torch, which does it then, may run out of it as well."""
