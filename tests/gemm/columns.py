@@ -17,7 +17,10 @@ from tpoverlap.gemm.cublaslt.library import (
     TRANSPOSE_A,
     WITH_BIAS,
     WORKSPACE_BYTES,
+    NativeLibrary,
 )
+
+_HANDLE = 77
 
 
 @dataclass
@@ -53,6 +56,8 @@ class Columns:
     calls: list[tuple[int, int]] = field(default_factory=list)
     products: list[dict[int, int]] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
+    freed: set[int] = field(default_factory=set)
+    callbacks: list[object] = field(default_factory=list)
 
     def new_product(self) -> int:
         self.products.append({})
@@ -75,6 +80,29 @@ class Columns:
         assert self.layouts[b].columns == self.layouts[c].columns == self.layouts[d].columns
         self.asked.append(self.layouts[d].columns)
         return bytes([self.layouts[d].columns % 251]) * ALGORITHM_BYTES if self.has_algorithms else None
+
+    def free_layout(self, layout: int) -> None:
+        assert layout not in self.freed, "twice"
+        self.freed.add(layout)
+
+    def free_product(self, product: int) -> None:
+        assert ~product not in self.freed, "twice"
+        self.freed.add(~product)
+
+    def native(self) -> NativeLibrary:
+        def attribute(product: int, which: int, value: int, size_bytes: int) -> int:
+            assert size_bytes == 8
+            self.products[product][which] = ctypes.c_uint64.from_address(value).value
+            return self.status
+
+        def multiply(handle: int, *arguments: int) -> int:
+            assert handle == _HANDLE
+            return self.multiply(*arguments)
+
+        number = ctypes.c_uint64
+        kinds = [(attribute, [number, ctypes.c_int, number, number]), (multiply, [number] * 16)]
+        self.callbacks = [ctypes.CFUNCTYPE(ctypes.c_int, *kind)(function) for function, kind in kinds]
+        return NativeLibrary(_HANDLE, *[ctypes.cast(one, ctypes.c_void_p).value or 0 for one in self.callbacks])
 
     def multiply(self, *arguments: int) -> int:
         product, alpha, right, a, left, b, beta, addend, c, out, d, algorithm, workspace, size_bytes, stream = arguments

@@ -8,6 +8,7 @@ copies. Whatever is out of the ordinary (`tpoverlap.comm.quick_operation`) is le
 from __future__ import annotations
 
 import logging
+from copy import copy
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from tpoverlap.comm.quick_operation import QuickOperation
 from tpoverlap.comm.ring_sheet import Form, RingSheet, RingSheets
 from tpoverlap.memory.driver import MemoryOperations
 from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING
+from tpoverlap.native import Recording
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
@@ -113,7 +115,10 @@ class QuickRing(QuickOperation):
         return made
 
     def open(self) -> Turn | None:
-        """Claim the next use of the region. None: it is out of the ordinary, and nothing was claimed."""
+        """Claim the next use of the region. None: it is out of the ordinary, and nothing was claimed.
+
+        Then comes `fill`, or a tape that is given `numbers`.
+        """
         comm = self._comm
         if comm.disturb is not None or self._words.disturb is not None:
             return None
@@ -124,30 +129,51 @@ class QuickRing(QuickOperation):
         try:
             if comm.pending:  # an operation that is still open held it back
                 comm.flush()
-            signals, region, descriptor = self._signals, self.region, flight.descriptor
-            number = epoch % region.depth
+            number = epoch % self.region.depth
             slot = self._slots[number] or self._slot(number)
-            end = signals.next_mark(caller.handle)
-            slot.sheet.fill(
-                epoch & MASK,
-                (epoch - region.depth) & MASK,
-                descriptor.sequence % DESCRIPTOR_RING * DESCRIPTOR_BYTES,
-                descriptor.record,
-                descriptor.digest,
-                end.address,
-                end.value,
-            )
+            end = self._signals.next_mark(caller.handle)
         except BaseException as error:
             self._fail_claimed(error, claimed, comm)
             self._channel.leave()
             raise
         return caller, epoch, flight, slot, end
 
+    def numbers(self, turn: Turn) -> tuple[int, int, int, int, int, int, int]:
+        """What `WordSheet.fill` takes, and a tape's first registers."""
+        _, epoch, flight, _, end = turn
+        descriptor = flight.descriptor
+        return (
+            epoch & MASK,
+            (epoch - self.region.depth) & MASK,
+            descriptor.sequence % DESCRIPTOR_RING * DESCRIPTOR_BYTES,
+            descriptor.record,
+            descriptor.digest,
+            end.address,
+            end.value,
+        )
+
+    def fill(self, turn: Turn) -> None:
+        """Before the first of the calls below."""
+        turn[3].sheet.fill(*self.numbers(turn))
+
+    def recorder(self, recording: Recording) -> QuickRing:
+        """One whose calls are written down, for the slot of the turn they are given; nothing is called.
+
+        Those of the tape are `fill`, `push`, `copy_own`, `start`, `send`, the waits and `finish`.
+        """
+        made = copy(self)
+        made._submit, made._copy, made._follow = recording.submit, recording.copy, recording.follow
+        return made
+
     def push(self, turn: Turn, source: torch.Tensor) -> None:
         """Send everything; ``source`` is there from the start."""
-        slot, caller = turn[3], turn[0].handle
         assert source.is_contiguous(), "a copy engine moves contiguous bytes"
-        submit, copy, comm, address = self._submit, self._copy, self._comm.handle, source.data_ptr()
+        self.push_from(turn, source.data_ptr())
+
+    def push_from(self, turn: Turn, address: int) -> None:
+        """`push`, of contiguous rows that begin at ``address``."""
+        slot, caller = turn[3], turn[0].handle
+        submit, copy, comm = self._submit, self._copy, self._comm.handle
         sheet = slot.sheet
         if sheet.start is not None:
             self.start(turn)
@@ -170,6 +196,17 @@ class QuickRing(QuickOperation):
         own, address = turn[3].own, source.data_ptr()
         if own is not None and own[0] != address:  # else the caller wrote them there
             self._copy(self._comm.handle, own[0], address, own[1])
+
+    def copy_own_from(self, turn: Turn, address: int) -> None:
+        """`copy_own`, of rows that lie somewhere else, at ``address``."""
+        own = turn[3].own
+        if own is not None:
+            self._copy(self._comm.handle, own[0], address, own[1])
+
+    def has_own(self, turn: Turn, source: torch.Tensor) -> bool:
+        """Whether ``source`` lies where `copy_own` would put it."""
+        own = turn[3].own
+        return own is not None and own[0] == source.data_ptr()
 
     def start(self, turn: Turn) -> None:
         """Of a sheet that has a start: before the first transfer, or the kernel that moves the rows."""
@@ -218,14 +255,22 @@ class QuickRing(QuickOperation):
         if self.form.own:
             self.wait_own(turn)
 
-    def end(self, turn: Turn) -> None:
+    def finish(self, turn: Turn) -> None:
         """After the slot's last reader: join the comm stream, give the credits, tell the host."""
-        caller, epoch, flight, slot, end = turn
-        sheet, words, stream = slot.sheet, self._words.handle, caller.handle
+        sheet, words, stream = turn[3].sheet, self._words.handle, turn[0].handle
         if not self._at_once and not sheet.comm_waits:
             self._follow(stream, self._comm.handle)
         self._follow(words, stream)
         self._submit(words, sheet.end)
+
+    def end(self, turn: Turn) -> None:
+        """`finish`, and `land`."""
+        self.finish(turn)
+        self.land(turn)
+
+    def land(self, turn: Turn) -> None:
+        """The end, once all is enqueued."""
+        _, epoch, flight, _, end = turn
         self._signals.words_behind = flight.descriptor.sequence
         self.region.last_reader[epoch % self.region.depth] = end
         self._channel.in_flight.land(flight, end)

@@ -14,17 +14,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpoverlap.comm.device_signals import DeviceSignals, SlotAddresses
-from tpoverlap.comm.device_streams import DeviceStream
+from tpoverlap.comm.device_streams import CallerDeviceStream, DeviceStream, MarkEvent
 from tpoverlap.comm.epochs import MASK
+from tpoverlap.comm.in_flight import Flight
 from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.quick_operation import QuickOperation
 from tpoverlap.comm.trader import Trader
 from tpoverlap.comm.word_sheet import WordSheet
+from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING
+from tpoverlap.native import Recording
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
 
 logger = logging.getLogger("tpoverlap")
+
+
+TradeTurn = tuple[CallerDeviceStream, int, Flight, SlotAddresses, MarkEvent]
+"""An operation that is open: the caller's stream, the epoch, what the watchdog sees, the slot, and its end."""
+Played = Callable[[TradeTurn], bool]
+"""Does all of an operation, by tape; False: it did nothing."""
 
 
 class EndSheet(WordSheet):
@@ -64,10 +73,12 @@ class QuickTrade(QuickOperation):
         own: torch.Tensor,
         multiply: Callable[[torch.Tensor, int], object] | None,
         read: Callable[[torch.Tensor], object] | None,
+        played: Played | None = None,
     ) -> bool:
         """All-gather ``own`` [T_r, H], then ``multiply(whole, 0)`` and ``read(whole)`` on the caller's stream.
 
-        ``whole`` [T, H] is a view of the slot. False: it is out of the ordinary, and nothing was done.
+        ``whole`` [T, H] is a view of the slot. ``played`` is asked first. False: it is out of the ordinary, and nothing
+        was done.
         """
         claimed = self._claim()
         if claimed is None:
@@ -75,20 +86,21 @@ class QuickTrade(QuickOperation):
         caller, epoch, flight = claimed
         try:
             region, trader, stream = self.region, self._trader, caller.handle
-            slot = self._slots[epoch % region.depth]
+            slot, end = self._slots[epoch % region.depth], self._signals.next_mark(stream)
+            if played is not None and played((caller, epoch, flight, slot, end)):
+                self._land(epoch, flight, end)
+                return True
             trader.gather(self._outline, slot, epoch, flight.descriptor, stream, own)
             whole = region.view(slot.rank, epoch, 0, self._whole, self._outline.dtype)
             if multiply is not None:
                 multiply(whole, 0)
             if read is not None:
                 read(whole)
-            end, words, sheet = self._signals.next_mark(stream), self._words.handle, self._ends[epoch % region.depth]
+            words, sheet = self._words.handle, self._ends[epoch % region.depth]
             sheet.fill(epoch & MASK, 0, 0, 0, 0, end.address, end.value)
             self._follow(words, stream)
             self._submit(words, sheet.batch)
-            self._signals.words_behind = flight.descriptor.sequence
-            region.last_reader[epoch % region.depth] = end
-            self._channel.in_flight.land(flight, end)
+            self._land(epoch, flight, end)
         except BaseException as error:
             self._fail_claimed(error, claimed, caller)
             raise
@@ -96,12 +108,56 @@ class QuickTrade(QuickOperation):
             self._channel.leave()
         return True
 
+    def _land(self, epoch: int, flight: Flight, end: MarkEvent) -> None:
+        """A gather: the word stream goes on behind it."""
+        self._signals.words_behind = flight.descriptor.sequence
+        self.region.last_reader[epoch % self.region.depth] = end
+        self._channel.in_flight.land(flight, end)
+
+    def numbers(self, turn: TradeTurn) -> tuple[int, int, int, int, int, int, int]:
+        """A tape's first registers, see `tpoverlap.comm.word_sheet`; nothing is due, kernels wait for credits."""
+        _, epoch, flight, _, end = turn
+        descriptor = flight.descriptor
+        entry = descriptor.sequence % DESCRIPTOR_RING * DESCRIPTOR_BYTES
+        return epoch & MASK, 0, entry, descriptor.record, descriptor.digest, end.address, end.value
+
+    def record_gather(self, recording: Recording, turn: TradeTurn, own: torch.Tensor, own_at: int) -> bool:
+        """Write the exchange of rows like ``own``, at ``own_at``, down. False: only Python launches it."""
+        caller, slot = turn[0], turn[3]
+        recording.patch(self._ends[turn[1] % self.region.depth].patches)
+        return self._trader.record_gather(recording, self._outline, slot, caller.handle, own, own_at)
+
+    def gathered(self, turn: TradeTurn) -> torch.Tensor:
+        """What an all-gather makes: [T, H], a view of the slot."""
+        return self.region.view(turn[3].rank, turn[1], 0, self._whole, self._outline.dtype)
+
+    def record_end(self, recording: Recording, turn: TradeTurn) -> None:
+        """Write down what comes behind the last reader of a gather."""
+        recording.follow(self._words.handle, turn[0].handle)
+        recording.submit(self._words.handle, self._ends[turn[1] % self.region.depth].batch)
+
+    def record_add(
+        self,
+        recording: Recording,
+        turn: TradeTurn,
+        summands: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        places: tuple[int, int, int],
+    ) -> bool:
+        """Write the reduce-scatter of tensors like these down, see `Trader.record_add`. False as above."""
+        caller, slot = turn[0], turn[3]
+        if self._some_send_nothing:
+            recording.follow(caller.handle, self._words.handle)
+        return self._trader.record_add(recording, self._outline, slot, caller.handle, summands, bias, out, places)
+
     def add(
         self,
         summands: torch.Tensor,
         multiply: Callable[[int, int, torch.Tensor], object] | None,
         bias: torch.Tensor | None,
         out: torch.Tensor,
+        played: Played | None = None,
     ) -> bool:
         """``multiply(0, T, summands)``; then the reduce-scatter of ``summands``, see `Trader.add`. False as above."""
         claimed = self._claim()
@@ -109,11 +165,15 @@ class QuickTrade(QuickOperation):
             return False
         caller, epoch, flight = claimed
         try:
-            if multiply is not None:
-                multiply(0, self._whole[0], summands)
             region, stream = self.region, caller.handle
             slot = self._slots[epoch % region.depth]
             end = self._signals.next_mark(stream)
+            if played is not None and played((caller, epoch, flight, slot, end)):
+                region.last_reader[epoch % region.depth] = end
+                self._channel.in_flight.land(flight, end)
+                return True
+            if multiply is not None:
+                multiply(0, self._whole[0], summands)
             if self._some_send_nothing:  # see `DeviceExchange.start`
                 self._follow(stream, self._words.handle)
             self._trader.add(self._outline, slot, epoch, flight.descriptor, stream, summands, bias, out, end)

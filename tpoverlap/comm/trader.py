@@ -14,6 +14,7 @@ import torch
 
 from tpoverlap.comm.descriptor import Descriptor
 from tpoverlap.comm.outline import Outline
+from tpoverlap.native import Recording
 
 if TYPE_CHECKING:
     from tpoverlap.comm.device_signals import SlotAddresses
@@ -59,3 +60,34 @@ class Trader(ABC):
         Raises:
             CapacityError: the blocks do not fit the slot. Nothing was launched.
         """
+
+    def record_gather(
+        self, recording: Recording, outline: Outline, slot: SlotAddresses, stream: int, own: torch.Tensor, own_at: int
+    ) -> bool:
+        """Write `gather` down for a tape that is given `WordSheet`'s registers, of rows like ``own`` at ``own_at``.
+
+        Returns:
+            False: only Python launches it.
+        """
+        return False
+
+    def record_add(
+        self,
+        recording: Recording,
+        outline: Outline,
+        slot: SlotAddresses,
+        stream: int,
+        summands: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        places: tuple[int, int, int],
+    ) -> bool:
+        """Likewise `add`, with an end, of tensors like these.
+
+        Args:
+            places: where the summands, the result and the bias will lie: addresses or registers.
+
+        Returns:
+            False: only Python launches it.
+        """
+        return False

@@ -21,7 +21,12 @@ from tpoverlap.memory.driver import (
     WRITE_ORDERED,
     MemoryOperations,
 )
+from tpoverlap.native import register
 
+EPOCH, DUE, ENTRY, RECORD, DIGEST, MARK_ADDRESS, MARK_VALUE = range(7)
+"""Registers of a tape that hold what `WordSheet.fill` takes, in that order."""
+NUM_REGISTERS: Final = 7
+"""Of those; a tape's others follow."""
 _WORDS: Final = OPERATION_BYTES // 8
 _ADDRESS, _VALUE = 1, 2  # 64-bit words of one operation
 
@@ -46,6 +51,8 @@ class WordSheet:
         self._mark_addresses: list[_Place] = []
         self._mark_values: list[_Place] = []
         self._descriptors: list[tuple[memoryview, int, int]] = []
+        self.patches: list[tuple[int, int]] = []
+        """What `fill` does, for a tape: (address, operand) each."""
 
     # -- once ----------------------------------------------------------------------------------------------------
 
@@ -92,10 +99,19 @@ class WordSheet:
         for number, (kind, address, flags) in enumerate(self._rows):
             PACK.pack_into(batch.buffer, number * OPERATION_BYTES, kind, address, 0, flags, 0)
         words = memoryview(batch.buffer).cast("Q")
+        registers = {
+            id(places): number
+            for places, number in (
+                (self._epochs, EPOCH), (self._dues, DUE), (self._records, RECORD), (self._digests, DIGEST),
+                (self._mark_addresses, MARK_ADDRESS), (self._mark_values, MARK_VALUE),
+            )
+        }  # fmt: skip
         for places, position in self._fields:
             places.append((words, position))
+            self.patches.append((batch.address + 8 * position, register(registers[id(places)])))
         for sums, position, number in self._sums:
             sums.append((words, position, number))
+            self.patches.append((batch.address + 8 * position, register(ENTRY, number)))
         self._rows, self._fields, self._sums = [], [], []
         return batch
 

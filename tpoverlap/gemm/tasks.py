@@ -6,12 +6,19 @@ a peer sent, which torch would copy first (`tpoverlap.gemm.cublaslt`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from tpoverlap.gemm.cublaslt import lt_products
+from tpoverlap.native import register
+
+Write = Callable[..., bool]
+"""`LtProducts.record` for one tape and stream."""
+ALIGNMENT_BYTES: Final = 16
+"""Of the operands of a product on a tape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +84,60 @@ class RowGemm:
                 torch.mm(x, matrix, out=target)
             else:
                 torch.addmm(bias, x, matrix, out=target)
+
+    @property
+    def kind(self) -> Hashable:
+        """What a tape of it depends on but for T."""
+        return tuple(
+            [
+                (matrix.shape, matrix.stride(), bias is None)
+                for matrix, bias in zip(self.matrices, self.biases, strict=True)
+            ]
+        )
+
+    @property
+    def can_record(self) -> bool:
+        """Whether `kind`, `operands` and `record` are for this one."""
+        return True
+
+    @property
+    def num_operands(self) -> int:
+        """Of `operands`."""
+        return 3 * len(self.matrices)
+
+    def operands(self) -> list[int] | None:
+        """A tape's registers: where each matrix, its output and its bias (0: none) lie. None: not as it needs them."""
+        found, low = [], 0
+        for matrix, bias, out in zip(self.matrices, self.biases, self.outs, strict=True):
+            first, second, third = matrix.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
+            low |= first | second | third
+            found += [first, second, third]
+        return None if low % ALIGNMENT_BYTES else found
+
+    def record(self, write: Write, x: torch.Tensor, x_at: int, start: int, first: int) -> bool:
+        """Write `rows` down.
+
+        Args:
+            x: a chunk like those that the tape will multiply. x_at: where it will lie, an address or a register.
+            start: its first row.
+            first: the register that the first of `operands` will be in.
+
+        Returns:
+            False: cublasLt does not do this.
+        """
+        count = x.shape[0]
+        if count == 0:
+            return True
+        for matrix, bias, out in zip(self.matrices, self.biases, self.outs, strict=True):
+            offset = start * out.shape[1] * out.element_size()
+            if (x_at | offset) % ALIGNMENT_BYTES:
+                return False
+            out_at = register(first + 1, offset)
+            operands = (register(first), x_at, out_at, out_at)
+            if not write(x, matrix, out[start : start + count], None, bias, operands, register(first + 2)):
+                return False
+            first += 3
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +232,62 @@ class PartialGemm:
         else:
             torch.add(received, self.bias, out=out)
             out.addmm_(left, matrix)
+
+    @property
+    def kind(self) -> Hashable:
+        """What a tape of it depends on but for T. Only where `is_plain`."""
+        matrix, left = self.matrices[0], self.lefts[0]
+        return matrix.shape, matrix.stride(), left.stride(), self.bias is None
+
+    @property
+    def can_record(self) -> bool:
+        """Whether `kind`, `operands` and `record` are for this one."""
+        return self.is_plain
+
+    @property
+    def num_operands(self) -> int:
+        """Of `operands`."""
+        return 3
+
+    def operands(self) -> list[int] | None:
+        """A tape's registers: where the left operand, the matrix and the bias (0: none) lie. None: not as it needs."""
+        first, second, third = (
+            self.lefts[0].data_ptr(),
+            self.matrices[0].data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+        )
+        return None if (first | second | third) % ALIGNMENT_BYTES else [first, second, third]
+
+    def record(
+        self,
+        write: Write,
+        rows: tuple[int, int],
+        out: torch.Tensor,
+        out_at: int,
+        first: int,
+        received: torch.Tensor | None = None,
+        *,
+        owned: bool = False,
+    ) -> bool:
+        """Write `rows` down, or `rows_added` on top of ``received``, which lies there each time.
+
+        Args:
+            rows: first, and the one after the last.
+            out: like the result, which will lie at ``out_at``, an address or a register.
+            first: the register that the first of `operands` will be in.
+            owned: add the bias.
+
+        Returns:
+            False: cublasLt does not do this.
+        """
+        left = self.lefts[0]
+        offset = rows[0] * left.stride(0) * left.element_size()
+        added = out_at if received is None else received.data_ptr()
+        if (offset | out_at | added) % ALIGNMENT_BYTES:
+            return False
+        bias = self.bias if owned else None
+        operands = (register(first + 1), register(first, offset), added, out_at)
+        return write(left[rows[0] : rows[1]], self.matrices[0], out, received, bias, operands, register(first + 2))
 
     def columns(self, start: int, stop: int, out: torch.Tensor, owned_rows: slice) -> None:
         """Columns [start, stop) of all rows into ``out`` [T, stop - start]; the bias goes to ``owned_rows``."""

@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 
 from tpoverlap.errors import BackendUnavailableError
-from tpoverlap.memory.driver import DeviceDriver, HostWords, MemoryOperations, Work
+from tpoverlap.memory.driver import DeviceDriver, HostWords, MemoryOperations, NativeDriver, Work
+from tpoverlap.native import NativeCalls
 
 _INVALID_CONTEXT: Final = 201
 """A thread that has made no CUDA call yet, as autograd's may be, has no current context."""
@@ -121,6 +122,22 @@ class CudaDriver(DeviceDriver):
         status = self._wait_event(stream, event, 0)
         if status:
             self._again(status, "waiting for an event", self._wait_event, stream, event, 0)
+
+    def native(self) -> NativeDriver:
+        launch = _function(_library(), ("cuLaunchKernelEx",), "pppp")
+        functions = (self._batch, self._record_event, self._wait_event, self._copy, launch)
+        calls = NativeCalls(*[ctypes.cast(one, ctypes.c_void_p).value for one in functions])
+        return NativeDriver(calls, self._event_handle, self._failed_natively)
+
+    def _failed_natively(self, status: int, what: str) -> bool:
+        if status == _INVALID_CONTEXT:
+            context = ctypes.c_void_p()
+            self._check(self._get_context(ctypes.addressof(context)), "cuCtxGetCurrent")
+            if context.value != self._context:
+                self._check(self._set_context(self._context), "cuCtxSetCurrent")
+                return True
+        self._check(status, what)
+        return False
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -17,6 +17,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from tpoverlap.native import NativeCalls
+
 Work = Callable[[], object]
 
 WAIT_32, WRITE_32, WAIT_64, WRITE_64 = 1, 2, 4, 5
@@ -36,6 +38,20 @@ class HostWords(NamedTuple):
     words: memoryview
     address: int
     keep: object
+
+
+class NativeDriver(NamedTuple):
+    """What tapes need of a driver.
+
+    Attributes:
+        calls: its functions.
+        event: handle of an event for ``follow``.
+        failed: (status, what was called): whether to call once more; else it raises `BackendUnavailableError`.
+    """
+
+    calls: NativeCalls
+    event: int
+    failed: Callable[[int, str], bool]
 
 
 class DeviceDriver(ABC):
@@ -86,6 +102,10 @@ class DeviceDriver(ABC):
     def follow(self, stream: int, leader: int) -> None:
         """What ``stream`` is given from here on starts after what ``leader`` was given so far. Callers take turns."""
         self.wait_event(stream, self.record(leader))
+
+    def native(self) -> NativeDriver | None:
+        """The calls above for a tape (`tpoverlap.native`), but for products; None: tapes are not for this driver."""
+        return None
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -118,6 +118,7 @@ def _quickly(context: OperationContext, prepared: Callable[[View], list[Work]], 
     try:
         region, rank, epoch, dtype = ring.region, ring.rank, turn[1], ring.dtype
         launches = prepared(lambda first, shape: region.view(rank, epoch, first, shape, dtype))
+        ring.fill(turn)
         ring.start(turn)
         for launch in launches:
             launch()

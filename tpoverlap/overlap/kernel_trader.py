@@ -28,11 +28,13 @@ from tpoverlap.comm.device_streams import MarkEvent
 from tpoverlap.comm.outline import Outline
 from tpoverlap.comm.trader import Trader
 from tpoverlap.comm.transport import DeviceTransport
+from tpoverlap.comm.word_sheet import DIGEST, ENTRY, EPOCH, MARK_ADDRESS, MARK_VALUE, RECORD
 from tpoverlap.fused_form import choose_sequential_form
 from tpoverlap.gemm.triton import kernels_missing
 from tpoverlap.gemm.triton.gates import TradeSlot
 from tpoverlap.gemm.triton.trade_launcher import DTYPES, Trade, TradeLauncher
 from tpoverlap.memory.layout import DESCRIPTOR_BYTES, DESCRIPTOR_RING, MAX_PIECES, WORD_BYTES, require_fits
+from tpoverlap.native import Recording, register
 from tpoverlap.overlap.kernel_limit import kernel_limit_s, watch_kernels
 
 logger = logging.getLogger("tpoverlap")
@@ -78,6 +80,29 @@ class KernelTrader(Trader):
         trade.start(
             address, result, added, epoch & _EPOCH_MASK, descriptor.record, descriptor.digest, entry, word, number, ends
         )  # fmt: skip
+
+    def record_gather(
+        self, recording: Recording, outline: Outline, slot: SlotAddresses, stream: int, own: torch.Tensor, own_at: int
+    ) -> bool:
+        key = (outline, slot, own.data_ptr() & _ALIGNMENT, stream)
+        trade = self._prepared.get(key) or self._keep(key, self._new_gather(outline, slot, stream, own))
+        return trade.record(recording, own_at, *[register(one) for one in (EPOCH, RECORD, DIGEST, ENTRY)])
+
+    def record_add(
+        self,
+        recording: Recording,
+        outline: Outline,
+        slot: SlotAddresses,
+        stream: int,
+        summands: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        places: tuple[int, int, int],
+    ) -> bool:
+        key = (outline, slot, (summands.data_ptr() | out.data_ptr()) & _ALIGNMENT, stream, bias is None)
+        trade = self._prepared.get(key) or self._keep(key, self._new_add(outline, slot, stream, summands, bias, out))
+        numbers = [register(one) for one in (EPOCH, RECORD, DIGEST, ENTRY, MARK_ADDRESS, MARK_VALUE)]
+        return trade.record(recording, *places, *numbers, 1)
 
     # -- the first time ----------------------------------------------------------------------------------------------
 

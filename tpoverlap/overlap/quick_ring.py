@@ -6,6 +6,7 @@ What runs when is what `tpoverlap.overlap.ring_exchange` and `bulk` say. A funct
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -14,8 +15,11 @@ from tpoverlap.comm.quick_ring import QuickRing, Turn
 from tpoverlap.comm.ring_sheet import Form, groups
 from tpoverlap.comm.transport import DeviceTransport
 from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.gemm.tasks import ALIGNMENT_BYTES
 from tpoverlap.overlap.context import OperationContext
+from tpoverlap.overlap.ring_tapes import GatherTapes, ScatterTapes, write_gather, write_scatter
 from tpoverlap.overlap.scatter import sum_blocks
+from tpoverlap.overlap.tapes import Kinds, kinds_of
 from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
 
 Work = Callable[[], object]
@@ -31,11 +35,13 @@ class RingGather:
         ring: what moves the rows.
         chunks: what is multiplied after each wait; None: nothing.
         by_piece: the same with a GEMM a piece; None: chunks have one piece.
+        kinds: their tapes; None: they have none.
     """
 
     def __init__(self, context: OperationContext, ring: QuickRing, by_piece: RingGather | None) -> None:
         width = context.width
         self.ring, self.by_piece = ring, by_piece
+        self.kinds = kinds_of(context.channel)
         self.own_start = context.own_rows.start
         self.whole = (context.partition.total, width)
         self.chunks: list[_Chunk | None] = []
@@ -56,10 +62,13 @@ class RingScatter:
         rows: (first, row after the last) of each transfer.
         by_piece: the same where own rows are added to each piece as it arrives; None: chunks have one piece.
         pieces: of such, what arrives with each wait: (first element in the slot, first row, row after the last).
+        own: own rows.
+        kinds: their tapes; None: they have none.
     """
 
-    def __init__(self, ring: QuickRing, by_piece: RingScatter | None) -> None:
-        self.ring, self.by_piece = ring, by_piece
+    def __init__(self, context: OperationContext, ring: QuickRing, by_piece: RingScatter | None) -> None:
+        self.ring, self.by_piece, self.own = ring, by_piece, context.own_rows
+        self.kinds = kinds_of(context.channel)
         self.rows = [(transfer.row_start, transfer.row_stop) for step in ring.steps for transfer in step.sends]
         self.pieces = [
             [(transfer.slot_element, transfer.row_start, transfer.row_stop) for transfer in group[-1].receives]
@@ -82,6 +91,9 @@ def gather(
     if turn is None:
         return False
     try:
+        if plan.kinds is not None and _play_gather(plan, plan.kinds, turn, x_shard_t, gemm, read_gathered):
+            return True
+        ring.fill(turn)
         ring.push(turn, x_shard_t)
         gemm.rows(x_shard_t, plan.own_start)
         if read_gathered is not None:
@@ -119,6 +131,9 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
     try:
         summand = gemm.empty(context.partition.total, context.width)
         assert summand.is_contiguous(), "a copy engine moves contiguous bytes"
+        if plan.kinds is not None and _play_scatter(context, plan, plan.kinds, turn, gemm, summand, out):
+            return True
+        ring.fill(turn)
         epoch, slot, address = turn[1], turn[3], summand.data_ptr()
         if slot.sheet.start is not None:
             ring.start(turn)
@@ -143,6 +158,63 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
         raise
     finally:
         ring.leave()
+    return True
+
+
+def _play_gather(
+    plan: RingGather,
+    kinds: Kinds,
+    turn: Turn,
+    x_shard_t: torch.Tensor,
+    gemm: RowGemm,
+    read_gathered: ReadGathered | None,
+) -> bool:
+    """By tape, all but the reader. False: nothing was done."""
+    operands = gemm.operands() if gemm.can_record else None
+    own, reads, ring = x_shard_t.data_ptr(), read_gathered is not None, plan.ring
+    if operands is None or own % ALIGNMENT_BYTES or (reads and ring.has_own(turn, x_shard_t)):
+        return False
+    key = turn[1] % ring.region.depth, turn[0].handle, gemm.kind
+    tapes: GatherTapes | None = kinds.get(key)
+    if tapes is None:
+        tapes = kinds.new(key, partial(write_gather, plan, turn, x_shard_t, gemm, reads))
+    if tapes is None or not kinds.is_current():
+        return False
+    whole, after = tapes
+    whole.play(*ring.numbers(turn), own, *operands)
+    if read_gathered is not None and after is not None:
+        read_gathered(ring.region.view(ring.rank, turn[1], 0, plan.whole, ring.dtype))
+        after.play()
+    ring.land(turn)
+    return True
+
+
+def _play_scatter(
+    context: OperationContext,
+    plan: RingScatter,
+    kinds: Kinds,
+    turn: Turn,
+    gemm: PartialGemm,
+    summand: torch.Tensor,
+    out: torch.Tensor,
+) -> bool:
+    """By tape, all but the sum of blocks. False: nothing was done."""
+    operands = gemm.operands() if gemm.can_record else None
+    source, result, ring = summand.data_ptr(), out.data_ptr(), plan.ring
+    if operands is None or (source | result) % ALIGNMENT_BYTES:
+        return False
+    key = turn[1] % ring.region.depth, turn[0].handle, gemm.kind
+    tapes: ScatterTapes | None = kinds.get(key)
+    if tapes is None:
+        tapes = kinds.new(key, partial(write_scatter, plan, turn, gemm, summand, out))
+    if tapes is None or not kinds.is_current():
+        return False
+    whole, after = tapes
+    whole.play(*ring.numbers(turn), source, result, *operands)
+    if after is not None:
+        _add_blocks(ring, turn[1], summand[plan.own], out, context.packed_format)
+        after.play()
+    ring.land(turn)
     return True
 
 
@@ -191,6 +263,7 @@ def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> QuickGath
     if ring is None or turn is None:
         return None
     try:
+        ring.fill(turn)
         ring.push(turn, x_shard_t)
         return QuickGather(ring, turn, (context.partition.total, context.width), x_shard_t)
     except BaseException as error:
@@ -206,6 +279,7 @@ def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work
     if ring is None or turn is None:
         return False
     try:
+        ring.fill(turn)
         ring.push(turn, x_shard_t)
         work()
         ring.copy_own(turn, x_shard_t)
@@ -228,6 +302,7 @@ def scatter_beside(context: OperationContext, partial: torch.Tensor, work: Work,
     if ring is None or turn is None:
         return False
     try:
+        ring.fill(turn)
         ring.push(turn, partial)
         work()
         ring.wait_all(turn)
@@ -299,8 +374,8 @@ def _new_scatter(context: OperationContext, row_bytes: int) -> RingScatter | Non
         by_piece = None
         if piece_rows is not None:
             cut = _new_ring(context, piece_rows, ring.form._replace(waits="piece"))
-            by_piece = None if cut is None else RingScatter(cut, None)
-        plan = RingScatter(ring, by_piece)
+            by_piece = None if cut is None else RingScatter(context, cut, None)
+        plan = RingScatter(context, ring, by_piece)
     context.plans[row_bytes] = plan
     return plan
 

@@ -24,6 +24,8 @@ from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap import bulk
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.scatter import reduce_blocks
+from tpoverlap.overlap.tapes import Kinds, kinds_of
+from tpoverlap.overlap.trade_tapes import play_add, play_gather
 
 Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
@@ -83,8 +85,11 @@ def all_gather(
 ) -> None:
     """See `tpoverlap.overlap.registry.gather_then_gemm`."""
     quick = context.quick_trade(scatter=False)
-    if quick is not None and quick.gather(x_shard_t, gemm.rows, read_gathered):
-        return
+    if quick is not None:
+        kinds = _kinds(context)
+        played = None if kinds is None else functools.partial(play_gather, quick, kinds, x_shard_t, gemm, read_gathered)
+        if quick.gather(x_shard_t, gemm.rows, read_gathered, played):
+            return
     if context.uses_buffers:
         gather = bulk.PendingGather(context, x_shard_t)
         with gather:
@@ -101,10 +106,12 @@ def all_gather(
 def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> None:
     """See `tpoverlap.overlap.registry.gemm_then_scatter`."""
     summands = gemm.empty(context.partition.total, gemm.width)
-
     quick = context.quick_trade(scatter=True)
-    if quick is not None and quick.add(summands, gemm.rows, gemm.bias, out):
-        return
+    if quick is not None:
+        kinds = _kinds(context)
+        played = None if kinds is None else functools.partial(play_add, quick, kinds, summands, gemm, out)
+        if quick.add(summands, gemm.rows, gemm.bias, out, played):
+            return
     if context.uses_buffers:
         _through_buffers(context, summands, gemm.rows, gemm.bias, out)
     else:
@@ -112,6 +119,14 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         if gemm.bias is not None:
             summands[context.own_rows].add_(gemm.bias)
         scatter(context, summands, out)
+
+
+def _kinds(context: OperationContext) -> Kinds | None:
+    plans = context.plans
+    if "sequential tapes" not in plans:
+        plans["sequential tapes"] = kinds_of(context.channel)
+    found: Kinds | None = plans["sequential tapes"]
+    return found
 
 
 def _through_buffers(

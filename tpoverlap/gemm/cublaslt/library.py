@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -83,6 +83,22 @@ class Library(Protocol):
         """Call cublasLtMatmul, whose first argument is the handle; its status."""
         ...
 
+    def free_layout(self, layout: int) -> None: ...
+
+    def free_product(self, product: int) -> None: ...
+
+    def native(self) -> NativeLibrary:
+        """For who calls it without Python."""
+        ...
+
+
+class NativeLibrary(NamedTuple):
+    """The handle, and the addresses of cublasLtMatmulDescSetAttribute and cublasLtMatmul."""
+
+    handle: int
+    attribute: int
+    multiply: int
+
 
 class CublasLt:
     """The library for one device, which must be the current one when this is made and used.
@@ -150,6 +166,18 @@ class CublasLt:
     def multiply(self, *arguments: int) -> int:
         status: int = self._multiply(self._handle, *arguments)
         return status
+
+    def free_layout(self, layout: int) -> None:
+        _function(self._library, "cublasLtMatrixLayoutDestroy", _Address)(layout)
+
+    def free_product(self, product: int) -> None:
+        _function(self._library, "cublasLtMatmulDescDestroy", _Address)(product)
+
+    def native(self) -> NativeLibrary:
+        functions: tuple[Any, Any] = self._set, self._multiply
+        attribute, multiply = (ctypes.cast(one, _Address).value for one in functions)
+        assert attribute is not None and multiply is not None, "both were found"
+        return NativeLibrary(self._handle, attribute, multiply)
 
     def _made(self, name: str, kinds: Sequence[type], *arguments: int) -> int:
         made = ctypes.c_void_p()

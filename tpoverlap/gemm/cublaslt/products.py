@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from threading import Lock
 from typing import Any, Final
@@ -32,9 +33,11 @@ from tpoverlap.gemm.cublaslt.library import (
     WORKSPACE_BYTES,
     CublasLt,
     Library,
+    NativeLibrary,
     status_text,
 )
 from tpoverlap.gemm.triton.direct import current_device
+from tpoverlap.native import Cell, Recording
 
 logger = logging.getLogger("tpoverlap")
 ALIGNMENT_BYTES: Final = 16
@@ -47,7 +50,10 @@ _MOST_STREAMS: Final = 8
 class Family:
     """Products that differ in addresses and rows only."""
 
-    __slots__ = ("_a", "_algorithms", "_b", "_bias", "_c", "_d", "_library", "_product", "_rows", "_scales")
+    __slots__ = (
+        "_a", "_algorithms", "_b", "_bias", "_c", "_d", "_library", "_moving", "_options", "_product", "_rows",
+        "_scales",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -62,25 +68,26 @@ class Family:
     ) -> None:
         (inner, features), rows = right.shape, left.shape[0]
         self._library = library
-        self._product = library.new_product()
-        transposes = right.stride(0) == 1 and inner > 1
-        if transposes:
-            library.set_number(self._product, TRANSPOSE_A, 1, 4)
+        self._options = [
+            option
+            for option, wanted in (
+                ((TRANSPOSE_A, 1, 4), right.stride(0) == 1 and inner > 1),
+                ((EPILOGUE, WITH_BIAS, 4), has_bias),
+                ((FAST_ACCUMULATION, 1, 1), fast),
+            )
+            if wanted
+        ]
+        self._product = self._new_product()
+        if right.stride(0) == 1 and inner > 1:
             self._a = library.new_layout(right.dtype, inner, features, right.stride(1))
         else:
             self._a = library.new_layout(right.dtype, features, inner, right.stride(0))
-        if has_bias:
-            library.set_number(self._product, EPILOGUE, WITH_BIAS, 4)
-        if fast:
-            library.set_number(self._product, FAST_ACCUMULATION, 1, 1)
-        self._b = library.new_layout(left.dtype, inner, rows, left.stride(0))
-        self._d = library.new_layout(out.dtype, features, rows, out.stride(0))
         in_place = addend is None or addend.data_ptr() == out.data_ptr()
-        self._c = (
-            self._d
-            if in_place or addend is None
-            else library.new_layout(addend.dtype, features, rows, addend.stride(0))
-        )
+        # dtype, rows and pitch of what has as many columns as the left operand has rows
+        self._moving = [(left.dtype, inner, left.stride(0)), (out.dtype, features, out.stride(0))]
+        if addend is not None and not in_place:
+            self._moving.append((addend.dtype, features, addend.stride(0)))
+        self._b, self._d, self._c = self._new_layouts(rows)
         self._rows = rows
         self._bias = 0
         self._scales = (0, 0)
@@ -114,18 +121,9 @@ class Family:
             library.set_number(self._product, A_SCALE_POINTER, scales[0], 8)
             library.set_number(self._product, B_SCALE_POINTER, scales[1], 8)
             self._scales = scales
-        bucket = _bucket(rows)
-        algorithms = self._algorithms
-        found = algorithms.get(bucket)
+        found = self._algorithm(rows)
         if found is None:
-            if bucket in algorithms:
-                return False
-            self._set_rows(bucket)
-            found = library.algorithm(self._product, self._a, self._b, self._c, self._d, ALIGNMENT_BYTES)
-            algorithms[bucket] = found if found is None else (kept := ctypes.create_string_buffer(found, len(found)))
-            if found is None:
-                return False
-            found = kept
+            return False
         if rows != self._rows:
             self._set_rows(rows)
         right, left, addend, out = addresses
@@ -141,6 +139,38 @@ class Family:
             )
         return True
 
+    def fixed(self, rows: int, *, points: bool) -> FixedProduct | None:
+        """The product of ``rows`` rows, for a `tpoverlap.native.Tape`; None: the library has nothing for this.
+
+        Args:
+            points: its descriptor says where a bias or scales lie, so it gets one of its own.
+        """
+        algorithm = self._algorithm(rows)
+        if algorithm is None:
+            return None
+        product = self._new_product() if points else self._product
+        return FixedProduct(self._library, product, points, self._a, self._new_layouts(rows), algorithm)
+
+    def _new_product(self) -> int:
+        product = self._library.new_product()
+        for option in self._options:
+            self._library.set_number(product, *option)
+        return product
+
+    def _new_layouts(self, rows: int) -> tuple[int, int, int]:
+        """Of the left operand, the result and the addend, which may have the result's."""
+        made = [self._library.new_layout(dtype, inner, rows, pitch) for dtype, inner, pitch in self._moving]
+        return made[0], made[1], made[-1]
+
+    def _algorithm(self, rows: int) -> Any:
+        """Where the library's choice for this many rows lies; None: it has none."""
+        bucket = _bucket(rows)
+        if bucket not in self._algorithms:
+            self._set_rows(bucket)
+            found = self._library.algorithm(self._product, self._a, self._b, self._c, self._d, ALIGNMENT_BYTES)
+            self._algorithms[bucket] = found if found is None else ctypes.create_string_buffer(found, len(found))
+        return self._algorithms[bucket]
+
     def _set_rows(self, rows: int) -> None:
         library = self._library
         library.set_columns(self._b, rows)
@@ -148,6 +178,59 @@ class Family:
         if self._c != self._d:
             library.set_columns(self._c, rows)
         self._rows = rows
+
+
+class FixedProduct:
+    """A product of a `Family` whose rows stay the same, with descriptors of its own for what depends on them."""
+
+    __slots__ = ("_a", "_algorithm", "_cells", "_layouts", "_library", "_owns_product", "_product")
+
+    def __init__(
+        self,
+        library: Library,
+        product: int,
+        owns_product: bool,
+        a: int,
+        layouts: tuple[int, int, int],
+        algorithm: Any,
+    ) -> None:
+        self._library, self._product, self._owns_product, self._a = library, product, owns_product, a
+        self._layouts, self._algorithm = layouts, algorithm
+        self._cells = {attribute: Cell() for attribute in (BIAS_POINTER, A_SCALE_POINTER, B_SCALE_POINTER)}
+
+    def record(
+        self,
+        recording: Recording,
+        operands: tuple[int, int, int, int],
+        factors: tuple[int, int],
+        workspace: int,
+        stream: int,
+        pointers: Mapping[int, int],
+    ) -> None:
+        """Write down its launch. All but the factors, the workspace and the stream may be registers.
+
+        Args:
+            operands: addresses of right, left, addend, out.
+            factors: addresses of alpha and beta.
+            workspace: address of `WORKSPACE_BYTES`.
+            pointers: attribute -> address of the bias, of the right and of the left operand's scale, if it has them.
+        """
+        right, left, addend, out = operands
+        b, d, c = self._layouts
+        for attribute, address in pointers.items():
+            assert self._owns_product, "others' launches would see it"
+            recording.attribute(self._product, attribute, self._cells[attribute], address)
+        arguments = (
+            self._product, factors[0], right, self._a, left, b, factors[1], addend, c, out, d,
+            ctypes.addressof(self._algorithm), workspace, WORKSPACE_BYTES, stream,
+        )  # fmt: skip
+        recording.multiply(arguments, self)
+
+    def __del__(self) -> None:  # a tape that nobody plays any more
+        for layout in set(self._layouts):
+            self._library.free_layout(layout)
+        if self._owns_product:
+            self._library.free_product(self._product)
 
 
 class LtProducts:
@@ -193,12 +276,7 @@ class LtProducts:
             False, and nothing has happened, where torch has to do it: another dtype or layout, something not aligned
             to 16 bytes, nothing the library has an algorithm for, or no memory for its workspace.
         """
-        right_strides = right.stride()
-        key = (
-            left.dtype, right.dtype, out.dtype, right.shape, left.stride(), right_strides, out.stride(),
-            None if addend is None else addend is out or (addend.dtype, addend.stride()),
-            None if bias is None else bias.dtype, fast,
-        )  # fmt: skip
+        key = _family_key(left, right, out, addend, bias, fast=fast)
         family = self._families.get(key)
         addresses = (
             right.data_ptr(), left.data_ptr(), out.data_ptr() if addend is None else addend.data_ptr(), out.data_ptr()
@@ -213,10 +291,7 @@ class LtProducts:
             if not _takes(left, right, out, addend, bias, scales):
                 return False
             with self._lock:
-                if len(self._families) >= _MOST_FAMILIES:
-                    self._families.clear()  # descriptors are a few hundred bytes each, and stay with the process
-                family = Family(self._library, left, right, out, addend, has_bias=bias is not None, fast=fast)
-                self._families[key] = family
+                family = self._new_family(key, left, right, out, addend, bias, fast=fast)
         stream = self._current_stream(self._index)
         with self._lock:
             workspace = self._workspaces.get(stream) or self._new_workspace(stream, left.device)
@@ -232,6 +307,70 @@ class LtProducts:
                 None if scales is None else (scales[1].data_ptr(), scales[0].data_ptr()),
             )
 
+    def record(
+        self,
+        recording: Recording,
+        stream: int,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        out: torch.Tensor,
+        addend: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        operands: tuple[int, int, int, int],
+        bias_at: int = 0,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+        scales_at: tuple[int, int] = (0, 0),
+        *,
+        fast: bool = False,
+    ) -> bool:
+        """Write `multiply` down for a tape, on ``stream``. False, and nothing was written, where torch has to do it.
+
+        Args:
+            left, right, out, addend, bias, scales, fast: as for `multiply`: what each launch's tensors are like.
+            operands, bias_at, scales_at: where they lie: of right, left, addend (out, without one) and out; of the
+                bias; of the left and of the right operand's scale. Addresses or registers, multiples of 16 bytes but
+                for the scales': the caller sees to that.
+        """
+        key = _family_key(left, right, out, addend, bias, fast=fast)
+        with self._lock:
+            family = self._families.get(key)
+            if family is None:
+                if not _takes(left, right, out, addend, bias, scales):
+                    return False
+                family = self._new_family(key, left, right, out, addend, bias, fast=fast)
+            workspace = self._workspaces.get(stream) or self._new_workspace(stream, left.device)
+            fixed = family.fixed(left.shape[0], points=bias is not None or scales is not None)
+        if workspace is None or fixed is None:
+            return False
+        pointers = {} if bias is None else {BIAS_POINTER: bias_at}
+        if scales is not None:
+            pointers |= {A_SCALE_POINTER: scales_at[1], B_SCALE_POINTER: scales_at[0]}
+        recording.keeps.append(workspace[0])
+        factors = self._overwrite if addend is None else self._add
+        fixed.record(recording, operands, factors, workspace[1], stream, pointers)
+        return True
+
+    def native(self) -> NativeLibrary:
+        """`Library.native`."""
+        return self._library.native()
+
+    def _new_family(
+        self,
+        key: tuple[Any, ...],
+        left: torch.Tensor,
+        right: torch.Tensor,
+        out: torch.Tensor,
+        addend: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *,
+        fast: bool,
+    ) -> Family:
+        if len(self._families) >= _MOST_FAMILIES:
+            self._families.clear()  # descriptors are a few hundred bytes each, and stay with the process
+        made = Family(self._library, left, right, out, addend, has_bias=bias is not None, fast=fast)
+        self._families[key] = made
+        return made
+
     def _new_workspace(self, stream: int, device: torch.device) -> tuple[torch.Tensor, int] | None:
         """None: there is no memory for it. Said each time: torch, which does it then, may run out of it as well."""
         if len(self._workspaces) >= _MOST_STREAMS:
@@ -243,6 +382,22 @@ class LtProducts:
             return None
         found = self._workspaces[stream] = (memory, memory.data_ptr())
         return found
+
+
+def _family_key(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out: torch.Tensor,
+    addend: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    fast: bool,
+) -> tuple[Any, ...]:
+    return (
+        left.dtype, right.dtype, out.dtype, right.shape, left.stride(), right.stride(), out.stride(),
+        None if addend is None else addend is out or (addend.dtype, addend.stride()),
+        None if bias is None else bias.dtype, fast,
+    )  # fmt: skip
 
 
 def _takes(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from tpoverlap.gemm.fp8.quantize import SCALE_BYTES, QuantizedTensor, pack_rows
 from tpoverlap.gemm.fp8.scaled_mm import accumulates_fast, scaled_mm
-from tpoverlap.gemm.tasks import PartialGemm, RowGemm, Scaling
+from tpoverlap.gemm.tasks import ALIGNMENT_BYTES, PartialGemm, RowGemm, Scaling, Write
+from tpoverlap.native import register
 
 
 def _scaling(
@@ -54,6 +55,52 @@ class ScaledRowGemm(RowGemm):
             )
             for weight, out in zip(self.weights, self.outs, strict=True)
         ]
+
+    @property
+    def can_record(self) -> bool:
+        """Products with a scale a tensor."""
+        return self.x_scale.shape[0] == 1 and all([weight.scale.shape[0] == 1 for weight in self.weights])
+
+    @property
+    def kind(self) -> Hashable:
+        """As `RowGemm.kind`."""
+        matrices = [(one.shape, one.dtype, bias is None) for one, bias in zip(self.matrices, self.biases, strict=True)]
+        return self.x_format, self.outs[0].dtype if self.outs else None, self.fast_accumulation, *matrices
+
+    @property
+    def num_operands(self) -> int:
+        """Of `operands`."""
+        return 1 + 4 * len(self.matrices)
+
+    def operands(self) -> list[int] | None:
+        """Where the activation's scale lies; then each matrix, its output, its bias (0: none) and its scale."""
+        found, low = [self.x_scale.data_ptr()], 0
+        for weight, matrix, bias, out in zip(self.weights, self.matrices, self.biases, self.outs, strict=True):
+            first, second, third = matrix.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
+            low |= first | second | third
+            found += [first, second, third, weight.scale.data_ptr()]
+        return None if low % ALIGNMENT_BYTES else found
+
+    def record(self, write: Write, x: torch.Tensor, x_at: int, start: int, first: int) -> bool:
+        """As `RowGemm.record`."""
+        count = x.shape[0]
+        if count == 0:
+            return True
+        x8, scale_at, place = x.view(self.x_format), register(first), first + 1
+        for weight, matrix, bias, out in zip(self.weights, self.matrices, self.biases, self.outs, strict=True):
+            offset = start * out.shape[1] * out.element_size()
+            if (x_at | offset) % ALIGNMENT_BYTES or (bias is not None and out.dtype == torch.float32):
+                return False
+            out_at = register(place + 1, offset)
+            written = write(
+                x8, matrix, out[start : start + count], None, bias, (register(place), x_at, out_at, out_at),
+                register(place + 2), (self.x_scale, weight.scale), (scale_at, register(place + 3)),
+                fast=accumulates_fast(out.dtype, is_rowwise=False, wanted=self.fast_accumulation),
+            )  # fmt: skip
+            if not written:
+                return False
+            place += 4
+        return True
 
     def rows(self, x: torch.Tensor, start: int) -> None:
         """Compute the outputs of the chunk ``x`` (uint8 [t, K]), whose first row is row ``start`` of the activation."""
@@ -106,6 +153,56 @@ class ScaledPartialGemm(PartialGemm):
             return False
         left, weight = self.terms[0]
         return left.scale.shape[0] == weight.scale.shape[0] == 1
+
+    @property
+    def kind(self) -> Hashable:
+        """As `PartialGemm.kind`."""
+        left, matrix = self.lefts[0], self.matrices[0]
+        return matrix.shape, matrix.dtype, left.dtype, left.stride(), self.bias is None, self.fast_accumulation
+
+    @property
+    def can_record(self) -> bool:
+        """As `can_add`."""
+        return self.can_add
+
+    @property
+    def num_operands(self) -> int:
+        """Of `operands`."""
+        return 5
+
+    def operands(self) -> list[int] | None:
+        """Where the left operand, the matrix, the bias (0: none) and both scales lie."""
+        left, weight = self.terms[0]
+        first, second = self.lefts[0].data_ptr(), self.matrices[0].data_ptr()
+        third = 0 if self.bias is None else self.bias.data_ptr()
+        if (first | second | third) % ALIGNMENT_BYTES:
+            return None
+        return [first, second, third, left.scale.data_ptr(), weight.scale.data_ptr()]
+
+    def record(
+        self,
+        write: Write,
+        rows: tuple[int, int],
+        out: torch.Tensor,
+        out_at: int,
+        first: int,
+        received: torch.Tensor | None = None,
+        *,
+        owned: bool = False,
+    ) -> bool:
+        """As `PartialGemm.record`."""
+        left, weight = self.terms[0]
+        data, bias = self.lefts[0], self.bias if owned else None
+        offset = rows[0] * data.stride(0)
+        added = out_at if received is None else received.data_ptr()
+        if (offset | out_at | added) % ALIGNMENT_BYTES or (bias is not None and out.dtype == torch.float32):
+            return False
+        return write(
+            data[rows[0] : rows[1]], self.matrices[0], out, received, bias,
+            (register(first + 1), register(first, offset), added, out_at), register(first + 2),
+            (left.scale, weight.scale), (register(first + 3), register(first + 4)),
+            fast=accumulates_fast(out.dtype, is_rowwise=False, wanted=self.fast_accumulation),
+        )  # fmt: skip
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,6 +268,11 @@ class PackedPartialGemm(PartialGemm):
     @property
     def is_plain(self) -> bool:
         """False: packed rows cannot be added to."""
+        return False
+
+    @property
+    def can_record(self) -> bool:
+        """False: packing is a kernel's."""
         return False
 
     @property

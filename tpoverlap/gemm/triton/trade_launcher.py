@@ -21,6 +21,7 @@ from tpoverlap.gemm.triton.gates import TradeSlot
 from tpoverlap.gemm.triton.kernel_driver import CudaKernelDriver, KernelDriver, LaunchConfig
 from tpoverlap.gemm.triton.tiles import TileShape
 from tpoverlap.gemm.triton.wait_bound import WaitBound
+from tpoverlap.native import Recording
 
 MOST_RANKS: Final = 8
 """The kernels take so many ranks' addresses."""
@@ -71,6 +72,10 @@ class Trade:
         """Launch it on the stream that it was prepared for."""
         raise NotImplementedError
 
+    def record(self, recording: Recording, *changing: int) -> bool:
+        """Write `start` down for a tape, with registers among the arguments. False: only Python launches it."""
+        return False
+
 
 class PackedTrade(Trade):
     """By one call of the driver."""
@@ -107,6 +112,12 @@ class PackedTrade(Trade):
         status = self._start(self._config_at, self._function, self._parameters_at, 0)
         if status:
             self._driver.start_again(status, self._config_at, self._function, self._parameters_at)
+
+    def record(self, recording: Recording, *changing: int) -> bool:
+        first = ctypes.addressof(self._block)
+        recording.patch([(first + 8 * place, operand) for place, operand in enumerate(changing)])
+        recording.start(self._config_at, self._function, self._parameters_at, self)
+        return True
 
 
 class SlowTrade(Trade):

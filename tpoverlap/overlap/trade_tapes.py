@@ -1,0 +1,116 @@
+"""Tapes of `sequential` for few rows: the exchange kernel and the GEMM before or after it (see `ring_tapes`).
+
+====================  ==========================================================================================
+registers             what they hold
+====================  ==========================================================================================
+0 to 6                `tpoverlap.comm.quick_trade.QuickTrade.numbers`
+all-gather: 7         own rows; from 8 on `RowGemm.operands`
+reduce-scatter: 7, 8  the partial sums, the result; from 9 on `PartialGemm.operands`
+====================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import torch
+
+from tpoverlap.comm.quick_trade import QuickTrade, TradeTurn
+from tpoverlap.comm.word_sheet import NUM_REGISTERS
+from tpoverlap.gemm import PartialGemm, RowGemm
+from tpoverlap.gemm.tasks import ALIGNMENT_BYTES
+from tpoverlap.native import Tape, register
+from tpoverlap.overlap.tapes import Kinds, TapeMaker
+
+ReadGathered = Callable[[torch.Tensor], None]
+_SOURCE: Final = NUM_REGISTERS
+_RESULT: Final = _SOURCE + 1
+_BIAS: Final = _RESULT + 3
+"""The last of `PartialGemm.operands`."""
+
+
+def play_gather(
+    quick: QuickTrade,
+    kinds: Kinds,
+    own: torch.Tensor,
+    gemm: RowGemm,
+    read: ReadGathered | None,
+    turn: TradeTurn,
+) -> bool:
+    """All of ``turn``'s all-gather. False: nothing was done."""
+    operands = gemm.operands() if gemm.can_record else None
+    address = own.data_ptr()
+    if operands is None or address % ALIGNMENT_BYTES:
+        return False
+    region, epoch = quick.region, turn[1]
+    key = epoch % region.depth, turn[0].handle, read is None, gemm.kind
+    tapes: tuple[Tape, Tape | None] | None = kinds.get(key)
+    if tapes is None:
+        tapes = kinds.new(key, partial(_write_gather, quick, turn, own, gemm, read is not None))
+    if tapes is None or not kinds.is_current():
+        return False
+    whole, after = tapes
+    whole.play(*quick.numbers(turn), address, *operands)
+    if read is not None and after is not None:
+        read(quick.gathered(turn))
+        after.play()
+    return True
+
+
+def _write_gather(
+    quick: QuickTrade, turn: TradeTurn, own: torch.Tensor, gemm: RowGemm, reads: bool, maker: TapeMaker
+) -> tuple[Tape, Tape | None] | None:
+    if maker.products is None:
+        return None
+    recording, own_at = maker.recording(), register(_SOURCE)
+    whole = quick.gathered(turn)
+    write = partial(maker.products.record, recording, turn[0].handle)
+    if not quick.record_gather(recording, turn, own, own_at):
+        return None
+    if not gemm.record(write, whole, whole.data_ptr(), 0, _SOURCE + 1):
+        return None
+    before, num_registers = recording, _SOURCE + 1 + gemm.num_operands
+    if reads:
+        recording = maker.recording()
+    quick.record_end(recording, turn)
+    return maker.tape(before, num_registers), maker.tape(recording, 0) if reads else None
+
+
+def play_add(
+    quick: QuickTrade, kinds: Kinds, summands: torch.Tensor, gemm: PartialGemm, out: torch.Tensor, turn: TradeTurn
+) -> bool:
+    """All of ``turn``'s GEMM and reduce-scatter. False: nothing was done."""
+    operands = gemm.operands() if gemm.can_record else None
+    source, result = summands.data_ptr(), out.data_ptr()
+    if operands is None or (source | result) % ALIGNMENT_BYTES:
+        return False
+    key = turn[1] % quick.region.depth, turn[0].handle, gemm.kind
+    tape: Tape | None = kinds.get(key)
+    if tape is None:
+        tape = kinds.new(key, partial(_write_add, quick, turn, summands, gemm, out))
+    if tape is None or not kinds.is_current():
+        return False
+    tape.play(*quick.numbers(turn), source, result, *operands)
+    return True
+
+
+def _write_add(
+    quick: QuickTrade,
+    turn: TradeTurn,
+    summands: torch.Tensor,
+    gemm: PartialGemm,
+    out: torch.Tensor,
+    maker: TapeMaker,
+) -> Tape | None:
+    if maker.products is None:
+        return None
+    recording, total = maker.recording(), summands.shape[0]
+    write = partial(maker.products.record, recording, turn[0].handle)
+    if total and not gemm.record(write, (0, total), summands, register(_SOURCE), _RESULT + 1):
+        return None
+    places = register(_SOURCE), register(_RESULT), 0 if gemm.bias is None else register(_BIAS)
+    if not quick.record_add(recording, turn, summands, gemm.bias, out, places):
+        return None
+    return maker.tape(recording, _RESULT + 1 + gemm.num_operands)
