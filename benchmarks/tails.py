@@ -24,8 +24,8 @@ spanning, sum            likewise, but the middle one adds nothing: its own rows
 ..., travels             what own rows wait for is a copy as long as NVLink's (a copy engine, from the host)
 =======================  =============================================================================================
 
-A gather has own rows [0, T/2) first, and multiplies the others as they come: as halves, or on two streams. cublasLt
-has no attribute for programmatic dependent launch, so there is no such candidate; ``gap_us`` of a row says what lies
+A gather has own rows [0, T/2) first, and multiplies the others as they come: as halves, or on two streams. No public
+attribute of cublasLt asks for programmatic dependent launch, so no candidate does; ``gap_us`` of a profile says what lies
 between two kernels of one stream anyway.
 """
 
@@ -64,7 +64,7 @@ CUTS = ((1,), (1, 1), (1, 1, 1, 1), (3, 1), (4, 2, 1, 1))
 ARRIVALS = ((1,), (1, 1), (1, 3))
 """Of a gather's rows."""
 TILES = ((128, 256), (256, 128))
-QUEUED, QUEUED_FEW = 16, 32
+QUEUED, QUEUED_FEW = 16, 20
 """Operations of a round; more of those with few rows."""
 _PROFILED = ("mm", "halves, then a sum", "one stream 1", "one stream 1:1", "two streams 1:1", "side by side", "halves")
 
@@ -449,7 +449,7 @@ def measure_all(session: Session, out: Path, budget_s: float) -> dict[str, Any]:
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A JSON file.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--rounds", default=3, show_default=True, help="Medians are over so many.")
-@click.option("--budget-s", default=45.0, show_default=True, help="Begin no row after so long.")
+@click.option("--budget-s", default=42.0, show_default=True, help="Begin no row after so long.")
 def main(out: Path, device: str, rounds: int, budget_s: float) -> None:
     """Check and time every row."""
     if device == "cuda" and not torch.cuda.is_available():
