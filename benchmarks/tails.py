@@ -25,8 +25,8 @@ spanning, sum            likewise, but the middle one adds nothing: its own rows
 =======================  =============================================================================================
 
 A gather has own rows [0, T/2) first, and multiplies the others as they come: as halves, or on two streams. No public
-attribute of cublasLt asks for programmatic dependent launch, so no candidate does; ``gap_us`` of a profile says what lies
-between two kernels of one stream anyway.
+attribute of cublasLt asks for programmatic dependent launch, so no candidate does; ``gap_us`` of a profile says what
+lies between two kernels of one stream anyway.
 """
 
 from __future__ import annotations
