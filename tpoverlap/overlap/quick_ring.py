@@ -17,7 +17,7 @@ from tpoverlap.comm.transport import DeviceTransport
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.tasks import ALIGNMENT_BYTES
 from tpoverlap.overlap.context import OperationContext
-from tpoverlap.overlap.ring_tapes import GatherTapes, ScatterTapes, write_gather, write_scatter
+from tpoverlap.overlap.ring_tapes import GatherTapes, MoveTapes, ScatterTapes, write_gather, write_moves, write_scatter
 from tpoverlap.overlap.scatter import sum_blocks
 from tpoverlap.overlap.tapes import Kinds, kinds_of
 from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
@@ -221,8 +221,10 @@ def _play_scatter(
 class QuickGather:
     """A whole all-gather that is open, see `bulk.PendingGather`. Whoever opened it calls `close`."""
 
-    def __init__(self, ring: QuickRing, turn: Turn, whole: tuple[int, int], own: torch.Tensor) -> None:
-        self._ring, self._turn, self._whole, self._own = ring, turn, whole, own
+    def __init__(
+        self, ring: QuickRing, turn: Turn, tapes: MoveTapes | None, whole: tuple[int, int], own: torch.Tensor
+    ) -> None:
+        self._ring, self._turn, self._tapes, self._whole, self._own = ring, turn, tapes, whole, own
         self._waited = False
 
     def run_beside(self, work: Work) -> None:
@@ -234,8 +236,7 @@ class QuickGather:
         ring, turn = self._ring, self._turn
         if not self._waited:
             self._waited = True
-            ring.copy_own(turn, self._own)
-            ring.wait_all(turn)
+            _await(ring, turn, self._tapes, self._own)
         read_gathered(ring.region.view(ring.rank, turn[1], 0, self._whole, ring.dtype))
 
     def close(self, error: BaseException | None) -> None:
@@ -248,7 +249,7 @@ class QuickGather:
             try:
                 if not self._waited:
                     ring.wait_all(self._turn)  # every peer's operation is compared
-                ring.end(self._turn)
+                _end(ring, self._turn, self._tapes)
             except BaseException as failure:
                 ring.fail(failure, self._turn)
                 raise
@@ -263,9 +264,8 @@ def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> QuickGath
     if ring is None or turn is None:
         return None
     try:
-        ring.fill(turn)
-        ring.push(turn, x_shard_t)
-        return QuickGather(ring, turn, (context.partition.total, context.width), x_shard_t)
+        tapes = _push(context, ring, turn, x_shard_t)
+        return QuickGather(ring, turn, tapes, (context.partition.total, context.width), x_shard_t)
     except BaseException as error:
         ring.fail(error, turn)
         ring.leave()
@@ -279,14 +279,12 @@ def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work
     if ring is None or turn is None:
         return False
     try:
-        ring.fill(turn)
-        ring.push(turn, x_shard_t)
+        tapes = _push(context, ring, turn, x_shard_t)
         work()
-        ring.copy_own(turn, x_shard_t)
-        ring.wait_all(turn)
+        _await(ring, turn, tapes, x_shard_t)
         whole = (context.partition.total, context.width)
         read_gathered(ring.region.view(ring.rank, turn[1], 0, whole, ring.dtype))
-        ring.end(turn)
+        _end(ring, turn, tapes)
     except BaseException as error:
         ring.fail(error, turn)
         raise
@@ -295,25 +293,66 @@ def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work
     return True
 
 
-def scatter_beside(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> bool:
+def scatter_beside(context: OperationContext, partial_sum: torch.Tensor, work: Work, out: torch.Tensor) -> bool:
     """See `registry.scatter_beside`."""
     ring = _bulk_ring(context, scatter=True)
     turn = None if ring is None else ring.open()
     if ring is None or turn is None:
         return False
     try:
-        ring.fill(turn)
-        ring.push(turn, partial)
+        tapes = _push(context, ring, turn, partial_sum)
         work()
-        ring.wait_all(turn)
-        _add_blocks(ring, turn[1], partial[context.own_rows], out, None)
-        ring.end(turn)
+        _await(ring, turn, tapes, partial_sum)
+        _add_blocks(ring, turn[1], partial_sum[context.own_rows], out, None)
+        _end(ring, turn, tapes)
     except BaseException as error:
         ring.fail(error, turn)
         raise
     finally:
         ring.leave()
     return True
+
+
+def _push(context: OperationContext, ring: QuickRing, turn: Turn, source: torch.Tensor) -> MoveTapes | None:
+    """Send everything, which is there from the start. The tapes of the rest, if it has some."""
+    plans = context.plans
+    kinds: Kinds | None = plans["moves"] if "moves" in plans else _new_kinds(context, "moves")
+    if kinds is not None and not ring.has_own(turn, source):
+        key = ring.form.scatter, turn[1] % ring.region.depth, turn[0].handle
+        tapes: MoveTapes | None = kinds.get(key)
+        if tapes is None:
+            tapes = kinds.new(key, partial(write_moves, ring, turn))
+        if tapes is not None:
+            assert source.is_contiguous(), "a copy engine moves contiguous bytes"
+            tapes[0].play(*ring.numbers(turn), source.data_ptr())
+            return tapes
+    ring.fill(turn)
+    ring.push(turn, source)
+    return None
+
+
+def _await(ring: QuickRing, turn: Turn, tapes: MoveTapes | None, source: torch.Tensor) -> None:
+    """The caller's stream goes on once everything is here."""
+    if tapes is not None:
+        tapes[1].play(source.data_ptr())
+        return
+    if ring.form.own:
+        ring.copy_own(turn, source)
+    ring.wait_all(turn)
+
+
+def _end(ring: QuickRing, turn: Turn, tapes: MoveTapes | None) -> None:
+    """After the slot's last reader."""
+    if tapes is None:
+        ring.finish(turn)
+    else:
+        tapes[2].play()
+    ring.land(turn)
+
+
+def _new_kinds(context: OperationContext, key: str) -> Kinds | None:
+    found = context.plans[key] = kinds_of(context.channel)
+    return found
 
 
 def _add_blocks(

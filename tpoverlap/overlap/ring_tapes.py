@@ -11,7 +11,6 @@ reduce-scatter: 7, 8  the partial sums, the result; from 9 on `PartialGemm.opera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +31,9 @@ GatherTapes = tuple[Tape, Tape | None]
 """Everything; or, for gathered rows that are read, what comes before the reader and what comes after it."""
 ScatterTapes = tuple[Tape, Tape | None]
 """Everything; or what comes before the sum of the blocks and what comes after it."""
+MoveTapes = tuple[Tape, Tape, Tape]
+"""Of an operation that runs beside something else: the start, with the source in register 7; what comes before the
+reader, with the source in register 0; the end."""
 
 
 def write_gather(
@@ -110,10 +112,8 @@ def write_scatter(
     return maker.tape(recording, num_registers), maker.tape(after, 0)
 
 
-def write_moves(ring: QuickRing, turn: Turn, maker: TapeMaker) -> Sequence[Tape]:
-    """Of an operation that runs beside something else: the start, with the source in register 7; what comes before
-    the reader, likewise; the end.
-    """
+def write_moves(ring: QuickRing, turn: Turn, maker: TapeMaker) -> MoveTapes:
+    """Without products, so any device's turn will do."""
     recordings = [maker.recording() for _ in range(3)]
     start, waits, end = (ring.recorder(recording) for recording in recordings)
     recordings[0].patch(turn[3].sheet.patches)
@@ -122,5 +122,5 @@ def write_moves(ring: QuickRing, turn: Turn, maker: TapeMaker) -> Sequence[Tape]
         waits.copy_own_from(turn, register(0))
     waits.wait_all(turn)
     end.finish(turn)
-    counts = (_SOURCE + 1, 1, 0)
-    return [maker.tape(recording, count) for recording, count in zip(recordings, counts, strict=True)]
+    first, second, third = recordings
+    return maker.tape(first, _SOURCE + 1), maker.tape(second, 1), maker.tape(third, 0)
