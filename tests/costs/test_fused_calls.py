@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tests.costs import fused_call_ranks, launch_calls
 from tpoverlap.testing import RankPool
 
-LAUNCH = {"gather": 7, "partial_rows": 12, "own_rows": 7, "scatter": 7}
+LAUNCH = {"gather": 9, "partial_rows": 14, "own_rows": 9, "scatter": 9}
 """Upper bounds of Python calls of one launch, prepared before; addresses differ from call to call. The null driver's
 and the test's own ones are included."""
 OPERATION = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -140,8 +139,7 @@ class Problem:
 
 
 def launched(launch: Launch) -> Mapping[str, Any]:
-    assert isinstance(launch, partial)
-    prepared = launch.func.__self__
+    prepared = launch.prepared
     assert isinstance(prepared, Seen)
     launch()
     return prepared.values()

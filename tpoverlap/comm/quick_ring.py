@@ -89,6 +89,7 @@ class QuickRing(QuickOperation):
         self._own_first, self._own_elements = own_first, own_elements
         self._sheets = channel.resource("ring sheets", RingSheets)
         self._slots: list[_Slot | None] = [None] * self.region.depth
+        self._is_recorder = False
         self.rank, self.num_peers = channel.rank, channel.tp_size - 1
         self.dtype, self.steps = outline.dtype, outline.steps
         # The slot of the next use: a T that is seen once needs no other.
@@ -163,6 +164,7 @@ class QuickRing(QuickOperation):
         """
         made = copy(self)
         made._submit, made._copy, made._follow = recording.submit, recording.copy, recording.follow
+        made._is_recorder = True
         return made
 
     def push(self, turn: Turn, source: torch.Tensor) -> None:
@@ -213,16 +215,22 @@ class QuickRing(QuickOperation):
         batch, caller = turn[3].sheet.start, turn[0].handle
         assert batch is not None, "asked before"
         if self._at_once:
-            words, signals = self._words.handle, self._signals
-            # Behind the words of a recent operation, and so behind its kernels: else it would run as far ahead as the
-            # host does, over descriptors that nobody has read.
-            if turn[2].descriptor.sequence - signals.words_behind > _MOST_AHEAD:
+            words = self._words.handle
+            if not self._is_recorder and self.is_far_ahead(turn):
                 self._follow(words, caller)
             self._submit(words, batch)
             self._follow(caller, words)
         else:
             self._follow(self._comm.handle, caller)
             self._submit(self._comm.handle, batch)
+
+    def is_far_ahead(self, turn: Turn) -> bool:
+        """Whether the word stream must follow the caller's before `start`; a tape does without.
+
+        Behind the words of a recent operation it is behind its kernels: else it would run as far ahead as the host
+        does, over descriptors that nobody has read.
+        """
+        return self._at_once and turn[2].descriptor.sequence - self._signals.words_behind > _MOST_AHEAD
 
     def send(self, turn: Turn, number: int, address: int) -> None:
         """Transfer ``number`` of a form "behind": its rows are computed, in what begins at ``address``."""

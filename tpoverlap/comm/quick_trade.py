@@ -108,6 +108,41 @@ class QuickTrade(QuickOperation):
             self._channel.leave()
         return True
 
+    # -- a gather that stays open ------------------------------------------------------------------------------------
+
+    def open(self) -> TradeTurn | None:
+        """Claim the next use for a gather. In the end come `land` or `fail`, then `leave`. None as for `gather`."""
+        claimed = self._claim()
+        if claimed is None:
+            return None
+        caller, epoch, flight = claimed
+        return caller, epoch, flight, self._slots[epoch % self.region.depth], self._signals.next_mark(caller.handle)
+
+    def start(self, turn: TradeTurn, own: torch.Tensor) -> None:
+        """Everybody's rows, in `gathered`, on the caller's stream."""
+        caller, epoch, flight, slot, _ = turn
+        self._trader.gather(self._outline, slot, epoch, flight.descriptor, caller.handle, own)
+
+    def finish(self, turn: TradeTurn) -> None:
+        """After the last reader: give the credits, tell the host."""
+        caller, epoch, _, _, end = turn
+        sheet = self._ends[epoch % self.region.depth]
+        sheet.fill(epoch & MASK, 0, 0, 0, 0, end.address, end.value)
+        self._follow(self._words.handle, caller.handle)
+        self._submit(self._words.handle, sheet.batch)
+
+    def land(self, turn: TradeTurn) -> None:
+        """The end, once all is enqueued."""
+        self._land(turn[1], turn[2], turn[4])
+
+    def fail(self, error: BaseException, turn: TradeTurn) -> None:
+        """Instead of `land`."""
+        self._fail_claimed(error, turn[:3], turn[0])
+
+    def leave(self) -> None:
+        """The end of the turn."""
+        self._channel.leave()
+
     def _land(self, epoch: int, flight: Flight, end: MarkEvent) -> None:
         """A gather: the word stream goes on behind it."""
         self._signals.words_behind = flight.descriptor.sequence

@@ -14,7 +14,7 @@
 typedef uint64_t word;
 typedef uint32_t half;
 
-enum { PATCH = 1, SUBMIT, FOLLOW, COPY, START, ATTRIBUTE, MULTIPLY };
+enum { PATCH = 1, SUBMIT, FOLLOW, COPY, START, ATTRIBUTE, MULTIPLY, STORE };
 
 struct functions {
     int (*submit)(word stream, half count, word operations, half flags);
@@ -62,6 +62,9 @@ int tpoverlap_play(struct tape *tape) {
             for (word n = 0; n < i[2]; n++) *patches[n].where = value_of(patches[n].value, r);
             break;
         }
+        case STORE: /* a parameter of 32 bits, whose neighbours stay */
+            *(half *)i[1] = (half)V(2);
+            break;
         case SUBMIT:
             status = f->submit(V(1), (half)i[2], i[3], 0);
             break;

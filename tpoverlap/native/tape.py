@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from tpoverlap.native.library import NativeCalls, Player
 
 WORDS: Final = 16
-PATCH, SUBMIT, FOLLOW, COPY, START, ATTRIBUTE, MULTIPLY = range(1, 8)
+PATCH, SUBMIT, FOLLOW, COPY, START, ATTRIBUTE, MULTIPLY, STORE = range(1, 9)
 _NAMES: Final = {
     SUBMIT: "stream memory operations",
     FOLLOW: "an event",
@@ -81,6 +81,10 @@ class Recording:
         table = (ctypes.c_uint64 * len(flat))(*flat)
         self.keeps.append(table)
         self._put(PATCH, ctypes.addressof(table), len(places))
+
+    def store(self, address: int, value: int) -> None:
+        """Write the lower half of an operand to a word of 32 bits of this process."""
+        self._put(STORE, address, value)
 
     def submit(self, stream: int, operations: Batch) -> None:
         """`DeviceDriver.submit`."""

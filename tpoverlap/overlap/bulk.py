@@ -11,10 +11,11 @@ from types import TracebackType
 import torch
 
 from tpoverlap.comm import Exchange
-from tpoverlap.overlap import quick_ring
+from tpoverlap.overlap import quick_ring, sequential
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.quick_ring import QuickGather
 from tpoverlap.overlap.scatter import reduce_blocks
+from tpoverlap.overlap.trade_tapes import OpenTrade
 
 Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
@@ -30,13 +31,14 @@ class PendingGather:
         self._context, self._quickly = context, quickly
         self._x_shard_t = x_shard_t
         self._waited = False
-        self._quick: QuickGather | None = None  # does all of it, if it can
+        self._quick: QuickGather | OpenTrade | None = None  # does all of it, if it can
 
-    def __enter__(self) -> PendingGather | QuickGather:
+    def __enter__(self) -> PendingGather | QuickGather | OpenTrade:
         context = self._context
         at_once = context.method == "sequential"
-        if self._quickly and not at_once:
-            self._quick = quick_ring.open_gather(context, self._x_shard_t)
+        if self._quickly:
+            open_quickly = sequential.open_quickly if at_once else quick_ring.open_gather
+            self._quick = open_quickly(context, self._x_shard_t)
             if self._quick is not None:
                 return self._quick
         exchange = self._exchange = context.open_trade(scatter=False) if at_once else context.open_gather()
@@ -68,11 +70,6 @@ class PendingGather:
         self._exchange.wait_own(self._exchange.caller)
         self._waited = True
 
-    @property
-    def whole(self) -> torch.Tensor:
-        """The gathered [T, H], once it was waited for: a view of the slot, not valid after leaving."""
-        return self._exchange.view(0, (self._context.partition.total, self._context.width))
-
     def run_beside(self, work: Work) -> None:
         """An independent GEMM, on the caller's stream."""
         self._exchange.run(self._exchange.caller, work, "gemm", 0)
@@ -81,7 +78,7 @@ class PendingGather:
         """Call ``read_gathered`` with the gathered [T, H]: a view of the slot, not valid after leaving."""
         exchange = self._exchange
         self.wait()
-        whole = self.whole
+        whole = exchange.view(0, (self._context.partition.total, self._context.width))
         exchange.run(exchange.caller, lambda: read_gathered(whole), "read")
 
     def __exit__(

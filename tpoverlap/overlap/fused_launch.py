@@ -20,6 +20,7 @@ are compared before the caller's stream goes on, and an unequal one stops it (do
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -27,20 +28,23 @@ import torch
 from tpoverlap.comm import Channel, Copier, CopyJob, OneSidedExchange
 from tpoverlap.comm.device_exchange import DeviceExchange
 from tpoverlap.comm.device_streams import CallerDeviceStream
+from tpoverlap.comm.quick_ring import QuickRing, Turn
 from tpoverlap.comm.signals import Signals
 from tpoverlap.comm.streams import Stream
+from tpoverlap.comm.word_sheet import EPOCH, NUM_REGISTERS
 from tpoverlap.gemm import PartialGemm, RowGemm
-from tpoverlap.gemm.triton.launcher import GemmLauncher
+from tpoverlap.gemm.triton.launcher import GemmLauncher, Launch
+from tpoverlap.native import Tape, register
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.fused_blocks import Slots, gather_rows, scatter_rows
 from tpoverlap.overlap.quick_ring import launch_ring
+from tpoverlap.overlap.tapes import Kinds, TapeMaker, kinds_of
 
 RESERVED_PROGRAMS: Final = 16
 _PIECE_ROWS: Final = 128
 """Rows that one flag stands for: as many as the largest tile has."""
 
 
-Work = Callable[[], object]
 View = Callable[[int, tuple[int, ...]], torch.Tensor]
 """(first element, shape) of a part of the local slot."""
 
@@ -62,10 +66,10 @@ def all_gather(
     width = context.width
     rows = gather_rows(context.partition.counts, width, context.rank, _PIECE_ROWS)
 
-    def prepared(view: View) -> list[Work]:
+    def prepared(view: View) -> list[Launch]:
         slot, epoch = slots.at(context.region)
         pushes = bool(rows.pushes)
-        launches: list[Work] = []
+        launches: list[Launch] = []
         for matrix, bias, out, scaling in zip(gemm.matrices, gemm.biases, gemm.outs, gemm.scalings, strict=True):
             launches.append(
                 launcher.gathered_rows(
@@ -95,7 +99,7 @@ def reduce_scatter(
     """See `registry.gemm_then_scatter`."""
     rows = scatter_rows(context.partition.counts, context.width, context.rank, _PIECE_ROWS)
 
-    def prepared(view: View) -> list[Work]:
+    def prepared(view: View) -> list[Launch]:
         slot, epoch = slots.at(context.region)
         return [launcher.scatter_rows(rows, gemm, out, slot, epoch)]
 
@@ -109,7 +113,7 @@ def reduce_scatter(
         exchange.run(exchange.caller, launch, "gemm", 0)
 
 
-def _quickly(context: OperationContext, prepared: Callable[[View], list[Work]], *, scatter: bool) -> bool:
+def _quickly(context: OperationContext, prepared: Callable[[View], list[Launch]], *, scatter: bool) -> bool:
     """The same in few calls of Python. False: it is out of the ordinary, and nothing was done."""
     ring = launch_ring(context, scatter=scatter)
     turn = None if ring is None else ring.open()
@@ -118,18 +122,56 @@ def _quickly(context: OperationContext, prepared: Callable[[View], list[Work]], 
     try:
         region, rank, epoch, dtype = ring.region, ring.rank, turn[1], ring.dtype
         launches = prepared(lambda first, shape: region.view(rank, epoch, first, shape, dtype))
-        ring.fill(turn)
-        ring.start(turn)
-        for launch in launches:
-            launch()
-        ring.wait_all(turn)  # nobody uses what was made of another operation's rows
-        ring.end(turn)
+        if not _play(context, ring, turn, launches):
+            ring.fill(turn)
+            ring.start(turn)
+            for launch in launches:
+                launch()
+            ring.wait_all(turn)  # nobody uses what was made of another operation's rows
+            ring.finish(turn)
+        ring.land(turn)
     except BaseException as error:
         ring.fail(error, turn)
         raise
     finally:
         ring.leave()
     return True
+
+
+def _play(context: OperationContext, ring: QuickRing, turn: Turn, launches: list[Launch]) -> bool:
+    """By tape. False: nothing was done."""
+    plans = context.plans
+    kinds: Kinds | None = plans["launch tapes"] if "launch tapes" in plans else _new_kinds(context)
+    if kinds is None or ring.is_far_ahead(turn):
+        return False
+    key = turn[1] % ring.region.depth, turn[0].handle, tuple([id(launch.prepared) for launch in launches])
+    tape: Tape | None = kinds.get(key)
+    if tape is None:
+        tape = kinds.new(key, partial(_write, ring, turn, launches))
+    if tape is None:
+        return False
+    for launch in launches:
+        launch.place()
+    tape.play(*ring.numbers(turn))
+    return True
+
+
+def _write(ring: QuickRing, turn: Turn, launches: list[Launch], maker: TapeMaker) -> Tape | None:
+    recording = maker.recording()
+    recorder = ring.recorder(recording)
+    recording.patch(turn[3].sheet.patches)
+    recorder.start(turn)
+    for launch in launches:
+        if not launch.prepared.record(recording, register(EPOCH)):
+            return None
+    recorder.wait_all(turn)
+    recorder.finish(turn)
+    return maker.tape(recording, NUM_REGISTERS)
+
+
+def _new_kinds(context: OperationContext) -> Kinds | None:
+    found = context.plans["launch tapes"] = kinds_of(context.channel)
+    return found
 
 
 def _credits_on_the_callers_stream(exchange: OneSidedExchange, channel: Channel | None) -> bool:

@@ -12,6 +12,7 @@ from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap import bulk, fused, pipeline, quick_ring, ring_exchange, sequential
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.quick_ring import QuickGather
+from tpoverlap.overlap.trade_tapes import OpenTrade
 
 Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
@@ -114,7 +115,7 @@ class _DoneGather:
         read_gathered(self._gathered)
 
 
-Gather = bulk.PendingGather | QuickGather | _DoneGather
+Gather = bulk.PendingGather | QuickGather | OpenTrade | _DoneGather
 
 
 def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> AbstractContextManager[Gather]:

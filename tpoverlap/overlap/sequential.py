@@ -21,11 +21,10 @@ import torch
 
 from tpoverlap.comm import Channel, all_gather_rows, reduce_scatter_rows
 from tpoverlap.gemm import PartialGemm, RowGemm
-from tpoverlap.overlap import bulk
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.scatter import reduce_blocks
 from tpoverlap.overlap.tapes import Kinds, kinds_of
-from tpoverlap.overlap.trade_tapes import play_add, play_gather
+from tpoverlap.overlap.trade_tapes import OpenTrade, open_gather, play_add, play_gather
 
 Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
@@ -53,8 +52,11 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
         reduce_scatter_rows(summands, partition, context.group, out)
         return
     quick = context.quick_trade(scatter=True)
-    if quick is not None and quick.add(summands, None, None, out):
-        return
+    if quick is not None:
+        kinds = _kinds(context)
+        played = None if kinds is None else functools.partial(play_add, quick, kinds, summands, None, out)
+        if quick.add(summands, None, None, out, played):
+            return
     if context.uses_buffers:
         _through_buffers(context, summands, None, None, out)
     else:
@@ -67,10 +69,25 @@ def scatter(context: OperationContext, summands: torch.Tensor, out: torch.Tensor
             _mark(channel, "collective_end")
 
 
+def open_quickly(context: OperationContext, x_shard_t: torch.Tensor) -> OpenTrade | None:
+    """See `bulk.PendingGather`. None: nothing was done."""
+    quick = context.quick_trade(scatter=False)
+    return None if quick is None else open_gather(quick, _kinds(context), x_shard_t)
+
+
 def gather_quickly(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read: ReadGathered) -> bool:
     """See `tpoverlap.overlap.registry.gather_beside`. False: nothing was done."""
-    quick = context.quick_trade(scatter=False)
-    return quick is not None and quick.gather(x_shard_t, lambda *whole: work(), read)
+    gather = open_quickly(context, x_shard_t)
+    if gather is None:
+        return False
+    try:
+        work()
+        gather.read(read)
+    except BaseException as error:
+        gather.close(error)
+        raise
+    gather.close(None)
+    return True
 
 
 def _mark(channel: Channel, what: str) -> None:
@@ -91,11 +108,13 @@ def all_gather(
         if quick.gather(x_shard_t, gemm.rows, read_gathered, played):
             return
     if context.uses_buffers:
-        gather = bulk.PendingGather(context, x_shard_t)
-        with gather:
-            gather.run_beside(lambda: gemm.rows(gather.whole, 0))  # beside nothing any more
+        own = context.own_rows
+        with context.open_trade(scatter=False) as exchange:
+            exchange.trade(x_shard_t, own.start, own.start * context.width)
+            whole = exchange.view(0, (context.partition.total, context.width))
+            exchange.run(exchange.caller, functools.partial(gemm.rows, whole, 0), "gemm", 0)
             if read_gathered is not None:
-                gather.read(read_gathered)
+                exchange.run(exchange.caller, functools.partial(read_gathered, whole), "read")
     else:
         gathered = gather_plainly(context, x_shard_t)
         gemm.rows(gathered, 0)

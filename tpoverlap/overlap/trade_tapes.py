@@ -78,15 +78,89 @@ def _write_gather(
     return maker.tape(before, num_registers), maker.tape(recording, 0) if reads else None
 
 
+class OpenTrade:
+    """A gather that has its rows and is open until its last reader, see `bulk.PendingGather`.
+
+    Whoever got it from `open_gather` calls `close`.
+    """
+
+    def __init__(self, quick: QuickTrade, turn: TradeTurn, tapes: tuple[Tape, Tape] | None) -> None:
+        self._quick, self._turn, self._tapes = quick, turn, tapes
+
+    def run_beside(self, work: Callable[[], object]) -> None:
+        """An independent GEMM, on the caller's stream: beside nothing any more."""
+        work()
+
+    def read(self, read_gathered: ReadGathered) -> None:
+        """Call ``read_gathered`` with the gathered [T, H]: a view of the slot, not valid after `close`."""
+        read_gathered(self._quick.gathered(self._turn))
+
+    def close(self, error: BaseException | None) -> None:
+        """The end of the operation; ``error``: it failed."""
+        quick, turn = self._quick, self._turn
+        try:
+            if error is not None:
+                quick.fail(error, turn)
+                return
+            try:
+                if self._tapes is None:
+                    quick.finish(turn)
+                else:
+                    self._tapes[1].play()
+                quick.land(turn)
+            except BaseException as failure:
+                quick.fail(failure, turn)
+                raise
+        finally:
+            quick.leave()
+
+
+def open_gather(quick: QuickTrade, kinds: Kinds | None, own: torch.Tensor) -> OpenTrade | None:
+    """Exchange own rows [T_r, H]. None: it is out of the ordinary, and nothing was done."""
+    turn = quick.open()
+    if turn is None:
+        return None
+    try:
+        tapes: tuple[Tape, Tape] | None = None
+        address = own.data_ptr()
+        if kinds is not None and address % ALIGNMENT_BYTES == 0:
+            key = turn[1] % quick.region.depth, turn[0].handle
+            tapes = kinds.get(key)
+            if tapes is None:
+                tapes = kinds.new(key, partial(_write_open, quick, turn, own))
+        if tapes is None:
+            quick.start(turn, own)
+        else:
+            tapes[0].play(*quick.numbers(turn), address)
+        return OpenTrade(quick, turn, tapes)
+    except BaseException as error:
+        quick.fail(error, turn)
+        quick.leave()
+        raise
+
+
+def _write_open(quick: QuickTrade, turn: TradeTurn, own: torch.Tensor, maker: TapeMaker) -> tuple[Tape, Tape] | None:
+    start, end = maker.recording(), maker.recording()
+    if not quick.record_gather(start, turn, own, register(_SOURCE)):
+        return None
+    quick.record_end(end, turn)
+    return maker.tape(start, _SOURCE + 1), maker.tape(end, 0)
+
+
 def play_add(
-    quick: QuickTrade, kinds: Kinds, summands: torch.Tensor, gemm: PartialGemm, out: torch.Tensor, turn: TradeTurn
+    quick: QuickTrade,
+    kinds: Kinds,
+    summands: torch.Tensor,
+    gemm: PartialGemm | None,
+    out: torch.Tensor,
+    turn: TradeTurn,
 ) -> bool:
-    """All of ``turn``'s GEMM and reduce-scatter. False: nothing was done."""
-    operands = gemm.operands() if gemm.can_record else None
+    """All of ``turn``'s GEMM, if it has one, and reduce-scatter. False: nothing was done."""
+    operands = [] if gemm is None else gemm.operands() if gemm.can_record else None
     source, result = summands.data_ptr(), out.data_ptr()
     if operands is None or (source | result) % ALIGNMENT_BYTES:
         return False
-    key = turn[1] % quick.region.depth, turn[0].handle, gemm.kind
+    key = turn[1] % quick.region.depth, turn[0].handle, None if gemm is None else gemm.kind
     tape: Tape | None = kinds.get(key)
     if tape is None:
         tape = kinds.new(key, partial(_write_add, quick, turn, summands, gemm, out))
@@ -100,17 +174,19 @@ def _write_add(
     quick: QuickTrade,
     turn: TradeTurn,
     summands: torch.Tensor,
-    gemm: PartialGemm,
+    gemm: PartialGemm | None,
     out: torch.Tensor,
     maker: TapeMaker,
 ) -> Tape | None:
-    if maker.products is None:
+    recording, total, bias, num_operands = maker.recording(), summands.shape[0], None, 0
+    if gemm is not None:
+        if maker.products is None:
+            return None
+        write = partial(maker.products.record, recording, turn[0].handle)
+        if total and not gemm.record(write, (0, total), summands, register(_SOURCE), _RESULT + 1):
+            return None
+        bias, num_operands = gemm.bias, gemm.num_operands
+    places = register(_SOURCE), register(_RESULT), 0 if bias is None else register(_BIAS)
+    if not quick.record_add(recording, turn, summands, bias, out, places):
         return None
-    recording, total = maker.recording(), summands.shape[0]
-    write = partial(maker.products.record, recording, turn[0].handle)
-    if total and not gemm.record(write, (0, total), summands, register(_SOURCE), _RESULT + 1):
-        return None
-    places = register(_SOURCE), register(_RESULT), 0 if gemm.bias is None else register(_BIAS)
-    if not quick.record_add(recording, turn, summands, gemm.bias, out, places):
-        return None
-    return maker.tape(recording, _RESULT + 1 + gemm.num_operands)
+    return maker.tape(recording, _RESULT + 1 + num_operands)

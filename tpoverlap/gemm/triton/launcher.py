@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from operator import attrgetter, or_
 from typing import Any, Final
 
@@ -21,8 +21,26 @@ from tpoverlap.gemm.triton.prepared import Prepared
 from tpoverlap.gemm.triton.tile_plan import TilePlan
 from tpoverlap.gemm.triton.tiles import TileShape
 
-Launch = Callable[[], None]
-"""A prepared launch: goes to the current stream, which must be the one it was prepared on."""
+
+class Launch:
+    """A prepared launch of an epoch and of tensors that lie somewhere: call it, or `place` it for a tape.
+
+    It goes to the current stream, which must be the one it was prepared on.
+    """
+
+    __slots__ = ("addresses", "epoch", "prepared")
+
+    def __init__(self, prepared: Prepared, addresses: tuple[int, ...], epoch: int) -> None:
+        self.prepared, self.addresses, self.epoch = prepared, addresses, epoch
+
+    def __call__(self) -> None:
+        self.prepared.launch(self.addresses, self.epoch)
+
+    def place(self) -> None:
+        """See `Prepared.place`."""
+        self.prepared.place(self.addresses)
+
+
 View = Callable[[int, tuple[int, ...]], torch.Tensor]
 """(first element, shape) of the slot, as a tensor."""
 _MAX_PREPARED: Final = 1024
@@ -118,7 +136,7 @@ class GemmLauncher:
             found = self._keep(key, prepared)
         else:
             self._prepared.move_to_end(key)
-        return partial(found.launch, addresses, epoch)
+        return Launch(found, addresses, epoch)
 
     def partial_rows(self, rows: OperationRows, gemm: PartialGemm, out: torch.Tensor, counters: torch.Tensor) -> Launch:
         """The others' rows of this rank's partial sum into ``out`` [T, N]; each tile bumps the ``counters`` of its
@@ -130,7 +148,7 @@ class GemmLauncher:
             found = self._keep(key, self._builder.partial(rows, gemm, out, counters))
         else:
             self._prepared.move_to_end(key)
-        return partial(found.launch, addresses, 0)
+        return Launch(found, addresses, 0)
 
     def tiles_per_word(self, rows: OperationRows, gemm: PartialGemm) -> dict[int, int]:
         """How often `partial_rows` bumps each word."""
@@ -156,7 +174,7 @@ class GemmLauncher:
             found = self._keep(key, self._builder.own(rows, gemm, out, slot))
         else:
             self._prepared.move_to_end(key)
-        return partial(found.launch, addresses, epoch)
+        return Launch(found, addresses, epoch)
 
     def scatter_rows(self, rows: OperationRows, gemm: PartialGemm, out: torch.Tensor, slot: Slot, epoch: int) -> Launch:
         """The whole reduce-scatter in one launch.
@@ -174,7 +192,7 @@ class GemmLauncher:
             found = self._keep(key, self._builder.scatter(rows, gemm, out, slot))
         else:
             self._prepared.move_to_end(key)
-        return partial(found.launch, addresses, epoch)
+        return Launch(found, addresses, epoch)
 
     # -- finding a launch again --------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from tpoverlap.gemm.triton.kernel_driver import DATA_TYPES, KernelDriver, LaunchConfig
 from tpoverlap.gemm.triton.parameters import MAP_BYTES, ParameterLayout
 from tpoverlap.gemm.triton.tensor_maps import MapShape, TensorMaps
+from tpoverlap.native import Recording
 
 Addresses = tuple[int, ...]
 """Where the caller's tensors of this launch lie."""
@@ -48,6 +49,14 @@ class Prepared(ABC):
             addresses: of the moving tensors, each of the same shape, strides and alignment as when it was prepared.
             epoch: what the kernel waits for and writes, modulo 2**32.
         """
+
+    def place(self, addresses: Addresses) -> None:
+        """Before a tape's launch: the addresses, as above."""
+        raise NotImplementedError
+
+    def record(self, recording: Recording, epoch: int) -> bool:
+        """Write the launch down, with an operand for the epoch; `place` comes before each. False: Triton does it."""
+        return False
 
 
 class PackedLaunch(Prepared):
@@ -109,6 +118,15 @@ class PackedLaunch(Prepared):
         self._block[offset : offset + MAP_BYTES] = self._maps.get(tensor.data_ptr(), shape)
         struct.pack_into("<iiqq", self._block, offset + MAP_BYTES, rows, columns, tensor.stride(0), 1)
         return shape
+
+    def place(self, addresses: Addresses) -> None:
+        if addresses != self._addresses:
+            self._move(addresses)
+
+    def record(self, recording: Recording, epoch: int) -> bool:
+        recording.store(ctypes.addressof(ctypes.c_char.from_buffer(self._block, self._epoch_at)), epoch)
+        recording.start(self._config_at, self._function, self._parameters_at, self)
+        return True
 
     def launch(self, addresses: Addresses, epoch: int) -> None:
         if addresses != self._addresses:
