@@ -113,7 +113,14 @@ def fp8_repeats(rank: int, size: int, config: dict[str, Any], turns: int, tokens
     with (
         mock.patch.object(Tape, "play", play),
         tpo.UserBufferManager(
-            None, (max(tokens), 256), torch.bfloat16, "cuda", config, timeout_s=30.0, max_rows_per_rank=max(tokens)
+            None,
+            (max(tokens), 256),
+            torch.bfloat16,
+            "cuda",
+            config,
+            timeout_s=30.0,
+            max_rows_per_rank=max(tokens),
+            quantization_modes=["none", "fp8"],
         ) as mgr,
     ):
         torch.manual_seed(7 + rank)

@@ -86,33 +86,21 @@ class RowGemm:
                 torch.addmm(bias, x, matrix, out=target)
 
     @property
-    def kind(self) -> Hashable:
-        """What a tape of it depends on but for T."""
-        return tuple(
-            [
-                (matrix.shape, matrix.stride(), bias is None)
-                for matrix, bias in zip(self.matrices, self.biases, strict=True)
-            ]
-        )
-
-    @property
-    def can_record(self) -> bool:
-        """Whether `kind`, `operands` and `record` are for this one."""
-        return True
-
-    @property
     def num_operands(self) -> int:
         """Of `operands`."""
         return 3 * len(self.matrices)
 
-    def operands(self) -> list[int] | None:
-        """A tape's registers: where each matrix, its output and its bias (0: none) lie. None: not as it needs them."""
-        found, low = [], 0
+    def operands(self) -> tuple[Hashable, list[int]] | None:
+        """For a tape: what it depends on but for T; and its registers: where each matrix, its output and its bias (0:
+        none) lie. None: not as cublasLt needs them.
+        """
+        kinds, found, low = [], [], 0
         for matrix, bias, out in zip(self.matrices, self.biases, self.outs, strict=True):
             first, second, third = matrix.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
             low |= first | second | third
             found += [first, second, third]
-        return None if low % ALIGNMENT_BYTES else found
+            kinds += [matrix.shape, matrix.stride(), bias is None]
+        return None if low % ALIGNMENT_BYTES else (tuple(kinds), found)
 
     def record(self, write: Write, x: torch.Tensor, x_at: int, start: int, first: int) -> bool:
         """Write `rows` down.
@@ -234,29 +222,21 @@ class PartialGemm:
             out.addmm_(left, matrix)
 
     @property
-    def kind(self) -> Hashable:
-        """What a tape of it depends on but for T. Only where `is_plain`."""
-        matrix, left = self.matrices[0], self.lefts[0]
-        return matrix.shape, matrix.stride(), left.stride(), self.bias is None
-
-    @property
-    def can_record(self) -> bool:
-        """Whether `kind`, `operands` and `record` are for this one."""
-        return self.is_plain
-
-    @property
     def num_operands(self) -> int:
         """Of `operands`."""
         return 3
 
-    def operands(self) -> list[int] | None:
-        """A tape's registers: where the left operand, the matrix and the bias (0: none) lie. None: not as it needs."""
-        first, second, third = (
-            self.lefts[0].data_ptr(),
-            self.matrices[0].data_ptr(),
-            0 if self.bias is None else self.bias.data_ptr(),
-        )
-        return None if (first | second | third) % ALIGNMENT_BYTES else [first, second, third]
+    def operands(self) -> tuple[Hashable, list[int]] | None:
+        """For a tape: what it depends on but for T; and its registers: where the left operand, the matrix and the bias
+        (0: none) lie. None: it is not one product, or they do not lie as cublasLt needs them.
+        """
+        if self.addend is not None or len(self.lefts) != 1:
+            return None
+        left, matrix, bias = self.lefts[0], self.matrices[0], self.bias
+        first, second, third = left.data_ptr(), matrix.data_ptr(), 0 if bias is None else bias.data_ptr()
+        if (first | second | third) % ALIGNMENT_BYTES:
+            return None
+        return (matrix.shape, matrix.stride(), left.stride(), bias is None), [first, second, third]
 
     def record(
         self,

@@ -170,11 +170,12 @@ def _play_gather(
     read_gathered: ReadGathered | None,
 ) -> bool:
     """By tape, all but the reader. False: nothing was done."""
-    operands = gemm.operands() if gemm.can_record else None
+    found = gemm.operands()
     own, reads, ring = x_shard_t.data_ptr(), read_gathered is not None, plan.ring
-    if operands is None or own % ALIGNMENT_BYTES or (reads and ring.has_own(turn, x_shard_t)):
+    if found is None or own % ALIGNMENT_BYTES or (reads and ring.has_own(turn, x_shard_t)):
         return False
-    key = turn[1] % ring.region.depth, turn[0].handle, gemm.kind
+    kind, operands = found
+    key = turn[1] % ring.region.depth, turn[0].handle, kind
     tapes: GatherTapes | None = kinds.get(key)
     if tapes is None:
         tapes = kinds.new(key, partial(write_gather, plan, turn, x_shard_t, gemm, reads))
@@ -199,11 +200,12 @@ def _play_scatter(
     out: torch.Tensor,
 ) -> bool:
     """By tape, all but the sum of blocks. False: nothing was done."""
-    operands = gemm.operands() if gemm.can_record else None
+    found = gemm.operands()
     source, result, ring = summand.data_ptr(), out.data_ptr(), plan.ring
-    if operands is None or (source | result) % ALIGNMENT_BYTES:
+    if found is None or (source | result) % ALIGNMENT_BYTES:
         return False
-    key = turn[1] % ring.region.depth, turn[0].handle, gemm.kind
+    kind, operands = found
+    key = turn[1] % ring.region.depth, turn[0].handle, kind
     tapes: ScatterTapes | None = kinds.get(key)
     if tapes is None:
         tapes = kinds.new(key, partial(write_scatter, plan, turn, gemm, summand, out))

@@ -40,7 +40,7 @@ def write_gather(
     plan: RingGather, turn: Turn, x_shard_t: torch.Tensor, gemm: RowGemm, reads: bool, maker: TapeMaker
 ) -> GatherTapes | None:
     """None: a product is not one of cublasLt's."""
-    if maker.products is None or not gemm.can_record:
+    if maker.products is None:
         return None
     recording = maker.recording()
     ring, region, epoch = plan.ring.recorder(recording), plan.ring.region, turn[1]
@@ -74,7 +74,7 @@ def write_scatter(
     plan: RingScatter, turn: Turn, gemm: PartialGemm, summand: torch.Tensor, out: torch.Tensor, maker: TapeMaker
 ) -> ScatterTapes | None:
     """None: a product is not one of cublasLt's."""
-    if maker.products is None or not gemm.can_record:
+    if maker.products is None:
         return None
     recording = maker.recording()
     ring = plan.ring.recorder(recording)

@@ -40,12 +40,12 @@ def play_gather(
     turn: TradeTurn,
 ) -> bool:
     """All of ``turn``'s all-gather. False: nothing was done."""
-    operands = gemm.operands() if gemm.can_record else None
-    address = own.data_ptr()
-    if operands is None or address % ALIGNMENT_BYTES:
+    found, address = gemm.operands(), own.data_ptr()
+    if found is None or address % ALIGNMENT_BYTES:
         return False
     region, epoch = quick.region, turn[1]
-    key = epoch % region.depth, turn[0].handle, read is None, gemm.kind
+    kind, operands = found
+    key = epoch % region.depth, turn[0].handle, read is None, kind
     tapes: tuple[Tape, Tape | None] | None = kinds.get(key)
     if tapes is None:
         tapes = kinds.new(key, partial(_write_gather, quick, turn, own, gemm, read is not None))
@@ -156,11 +156,12 @@ def play_add(
     turn: TradeTurn,
 ) -> bool:
     """All of ``turn``'s GEMM, if it has one, and reduce-scatter. False: nothing was done."""
-    operands = [] if gemm is None else gemm.operands() if gemm.can_record else None
+    found = (None, []) if gemm is None else gemm.operands()
     source, result = summands.data_ptr(), out.data_ptr()
-    if operands is None or (source | result) % ALIGNMENT_BYTES:
+    if found is None or (source | result) % ALIGNMENT_BYTES:
         return False
-    key = turn[1] % quick.region.depth, turn[0].handle, None if gemm is None else gemm.kind
+    kind, operands = found
+    key = turn[1] % quick.region.depth, turn[0].handle, kind
     tape: Tape | None = kinds.get(key)
     if tape is None:
         tape = kinds.new(key, partial(_write_add, quick, turn, summands, gemm, out))

@@ -1,8 +1,8 @@
 """Buckets of T: the only way in which T enters a choice, so that no exact T is ever tuned, compiled or looked up.
 
 A bucket ends where the tiles of the [T, columns] output, 128 x 256 each, reach one of `EDGES` for each multiprocessor:
-a quarter of a wave, half of one, one, two, four, ... A GEMM within one bucket has about the same efficiency, and what
-travels grows with T as the GEMM does, so one method is right for all of it.
+a quarter of a wave, half of one, three quarters, one, two, four, ... A GEMM within one bucket has about the same
+efficiency, and what travels grows with T as the GEMM does, so one method is right for all of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from tpoverlap.tuning.gemm_time import TILE_COLUMNS, TILE_ROWS
 from tpoverlap.tuning.problem import Problem
 
-EDGES: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+EDGES: Final = (0.25, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Tiles per multiprocessor at which a bucket ends; the last bucket has no end but the capacity."""
 
 

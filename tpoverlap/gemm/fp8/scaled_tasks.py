@@ -57,29 +57,27 @@ class ScaledRowGemm(RowGemm):
         ]
 
     @property
-    def can_record(self) -> bool:
-        """Products with a scale a tensor."""
-        return self.x_scale.shape[0] == 1 and all([weight.scale.shape[0] == 1 for weight in self.weights])
-
-    @property
-    def kind(self) -> Hashable:
-        """As `RowGemm.kind`."""
-        matrices = [(one.shape, one.dtype, bias is None) for one, bias in zip(self.matrices, self.biases, strict=True)]
-        return self.x_format, self.outs[0].dtype if self.outs else None, self.fast_accumulation, *matrices
-
-    @property
     def num_operands(self) -> int:
         """Of `operands`."""
         return 1 + 4 * len(self.matrices)
 
-    def operands(self) -> list[int] | None:
-        """Where the activation's scale lies; then each matrix, its output, its bias (0: none) and its scale."""
+    def operands(self) -> tuple[Hashable, list[int]] | None:
+        """As `RowGemm.operands`: where the scale of the activation lies; then each matrix, output, bias (0: none) and
+        scale. None for row-wise scales, too.
+        """
+        if self.x_scale.shape[0] != 1:
+            return None
+        kinds: list[Hashable] = [self.x_format, self.fast_accumulation]
         found, low = [self.x_scale.data_ptr()], 0
         for weight, matrix, bias, out in zip(self.weights, self.matrices, self.biases, self.outs, strict=True):
+            scale = weight.scale
+            if scale.shape[0] != 1:
+                return None
             first, second, third = matrix.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
             low |= first | second | third
-            found += [first, second, third, weight.scale.data_ptr()]
-        return None if low % ALIGNMENT_BYTES else found
+            found += [first, second, third, scale.data_ptr()]
+            kinds += [matrix.shape, matrix.dtype, out.dtype, bias is None]
+        return None if low % ALIGNMENT_BYTES else (tuple(kinds), found)
 
     def record(self, write: Write, x: torch.Tensor, x_at: int, start: int, first: int) -> bool:
         """As `RowGemm.record`."""
@@ -155,29 +153,21 @@ class ScaledPartialGemm(PartialGemm):
         return left.scale.shape[0] == weight.scale.shape[0] == 1
 
     @property
-    def kind(self) -> Hashable:
-        """As `PartialGemm.kind`."""
-        left, matrix = self.lefts[0], self.matrices[0]
-        return matrix.shape, matrix.dtype, left.dtype, left.stride(), self.bias is None, self.fast_accumulation
-
-    @property
-    def can_record(self) -> bool:
-        """As `can_add`."""
-        return self.can_add
-
-    @property
     def num_operands(self) -> int:
         """Of `operands`."""
         return 5
 
-    def operands(self) -> list[int] | None:
-        """Where the left operand, the matrix, the bias (0: none) and both scales lie."""
-        left, weight = self.terms[0]
-        first, second = self.lefts[0].data_ptr(), self.matrices[0].data_ptr()
-        third = 0 if self.bias is None else self.bias.data_ptr()
+    def operands(self) -> tuple[Hashable, list[int]] | None:
+        """As `PartialGemm.operands`; behind the bias lie both scales. None where it cannot add, too."""
+        if not self.can_add:
+            return None
+        (left, weight), bias = self.terms[0], self.bias
+        data, matrix = self.lefts[0], self.matrices[0]
+        first, second, third = data.data_ptr(), matrix.data_ptr(), 0 if bias is None else bias.data_ptr()
         if (first | second | third) % ALIGNMENT_BYTES:
             return None
-        return [first, second, third, left.scale.data_ptr(), weight.scale.data_ptr()]
+        kind = matrix.shape, matrix.dtype, data.dtype, data.stride(), bias is None, self.fast_accumulation
+        return kind, [first, second, third, left.scale.data_ptr(), weight.scale.data_ptr()]
 
     def record(
         self,
@@ -270,10 +260,9 @@ class PackedPartialGemm(PartialGemm):
         """False: packed rows cannot be added to."""
         return False
 
-    @property
-    def can_record(self) -> bool:
-        """False: packing is a kernel's."""
-        return False
+    def operands(self) -> None:
+        """None: packing is a kernel's."""
+        return None
 
     @property
     def can_add(self) -> bool:
