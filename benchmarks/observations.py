@@ -18,6 +18,9 @@ SINCE = "2026-11-30T21:00"
 """Earlier files hold times of other code: streams that were kept from their GEMMs by words, other pieces, more calls.
 What they say about anything but this library counts, except for the processor's time: they come from other machines,
 and it is compared with ours."""
+HOST_SINCE = "2026-12-01T00:30"
+"""Times of the processor in earlier files, of whichever method, are not compared with later ones: another machine, and
+operations that Python started call by call."""
 BENCH_METHODS = (
     "plain sequential",
     "sequential",
@@ -89,6 +92,11 @@ def former(environment: dict[str, Any]) -> bool:
     return bool(environment.get("date", SINCE) < SINCE)
 
 
+def host_code(environment: dict[str, Any], code: str) -> str:
+    """``code``, apart from that of runs whose processor's times are not compared with later ones."""
+    return code if environment.get("date", HOST_SINCE) >= HOST_SINCE else f"{code} before tapes"
+
+
 def problem_of(direction: str, row: dict[str, Any], tp_size: int = 2) -> Problem:
     tokens, inner, columns = row["tokens"], row["in_features"], row["out_features"]
     if direction == "ag":
@@ -97,28 +105,24 @@ def problem_of(direction: str, row: dict[str, Any], tp_size: int = 2) -> Problem
 
 
 def _peers(source: str, data: dict[str, Any]) -> Iterator[Observation]:
-    """Transformer Engine's ring has our schedule (copy engine, one chunk a rank) and is fitted as ours; its pipeline
-    copies by multiprocessors and torch's async-TP is another algorithm, so both stay out.
+    """What is not this library's. Transformer Engine's ring has our schedule (copy engine, one chunk a rank), but what
+    keeps its streams apart takes longer than our events, so it stays out like its pipeline and torch's async-TP.
     """
     columns = {
-        "nccl_ag": ("ag", "gather", None),
-        "nccl_rs": ("rs", "scatter", None),
-        "sequential_ag": ("ag", "plain", None),
-        "sequential_rs": ("rs", "plain", None),
-        "te_ring_ag": ("ag", "method", "ring_exchange"),
-        "te_ring_rs": ("rs", "method", "ring_exchange"),
-        "trial_fused_ag": ("ag", "method", "fused"),
+        "nccl_ag": ("ag", "gather"),
+        "nccl_rs": ("rs", "scatter"),
+        "sequential_ag": ("ag", "plain"),
+        "sequential_rs": ("rs", "plain"),
     }
     tables = ("trial_one_launch_all_gather", "trial_fused_all_gather")
     for row in [*data["rows"], *(row for table in tables for row in data[table]["rows"])]:
         times = row["time_us"]
         if times.get("gemm"):
             yield Observation(source, "gemm", times["gemm"], problem_of("ag", row))
-        for column, (direction, quantity, method) in columns.items():
+        for column, (direction, quantity) in columns.items():
             if times.get(column):
-                candidate = Candidate(method) if method else None
                 code = "trial" if quantity == "plain" and row["tokens"] <= 1024 else ""
-                yield Observation(source, quantity, times[column], problem_of(direction, row), candidate, code)
+                yield Observation(source, quantity, times[column], problem_of(direction, row), code=code)
     for row in data["copy_engine"]["rows"]:
         time_us = row["size_bytes"] / row["gb_s"] * 1e-3
         yield Observation(source, "copy", time_us, size_bytes=row["size_bytes"])
@@ -159,7 +163,8 @@ def _bench(source: str, data: dict[str, Any]) -> Iterator[Observation]:
             is_plain = label == "plain sequential"
             if label not in BENCH_METHODS or (is_former and not is_plain):
                 continue
-            for mode, whose in (("queued_us", ""), ("eager_us", "plain" if is_plain else OURS)):
+            launches = host_code(data["environment"], "plain" if is_plain else OURS)
+            for mode, whose in (("queued_us", ""), ("eager_us", launches)):
                 if not times.get(mode) or (is_former and whose):
                     continue
                 if is_plain:
@@ -190,7 +195,8 @@ def _small_tokens(source: str, data: dict[str, Any]) -> Iterator[Observation]:
             elif label == "plain":
                 yield Observation(source, "plain", times["queued_us"], problem)
                 if not is_former:
-                    yield Observation(source, "host", times["host_us"], problem, code="plain")
+                    code = host_code(data["environment"], "plain")
+                    yield Observation(source, "host", times["host_us"], problem, code=code)
             elif is_former:
                 continue
             elif label in ("sequential", "kernel", "ring", fused):
@@ -198,7 +204,8 @@ def _small_tokens(source: str, data: dict[str, Any]) -> Iterator[Observation]:
                 candidate = candidate_of("sequential" if traded else "fused" if label == fused else label)
                 form = {"current": True, "traded": traded}
                 yield Observation(source, "method", times["queued_us"], problem, candidate, **form)
-                yield Observation(source, "host", times["host_us"], problem, candidate, OURS, **form)
+                code = host_code(data["environment"], OURS)
+                yield Observation(source, "host", times["host_us"], problem, candidate, code, **form)
 
 
 def candidate_of(label: str) -> Candidate:

@@ -23,6 +23,11 @@ SequentialForm = Literal["kernel", "engine"]
 which take no multiprocessor but longer to begin."""
 MOST_TRADED_BYTES: Final = 8 << 20
 """kernel up to this much from one rank to another: what it was measured at (docs/design/0010)."""
+TRADING_PROGRAMS: Final = 32
+"""Programs of that kernel that send rows, at most: enough to fill a link."""
+SUMMING_PROGRAMS: Final = 64
+"""Programs that add what arrived, the former among them: few enough that another library's kernels find room beside
+those that wait."""
 _MOST_TRADING_RANKS: Final = 8
 
 

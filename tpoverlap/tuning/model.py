@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tpoverlap.fused_form import choose_form, choose_sequential_form
+from tpoverlap.fused_form import SUMMING_PROGRAMS, choose_form, choose_sequential_form
 from tpoverlap.pieces import multiplies_pieces
 from tpoverlap.tuning.device import DeviceModel, OneKernel
 from tpoverlap.tuning.gemm_time import cool_time_us, gemm_time_us, slowdown
@@ -255,7 +255,8 @@ def _ring_gather_us(device: DeviceModel, problem: Problem, aggregate: bool, piec
             share = part if last else parts
             arrived = device.copy.latency_us + (last - 1 + share / parts) * push_us if last else 0.0
             gemm = _part_us(device, problem, -(-rows // parts) if last else rows, problem.features, problem.width)
-            free = max(free, arrived) + gemm + (device.step_us if last else 0.0)
+            # Flags and events lie behind the arrival: where a GEMM ends later, nobody waits for them.
+            free = max(free, arrived + device.step_us if last else 0.0) + gemm
     return free
 
 
@@ -277,10 +278,10 @@ def _ring_scatter_us(device: DeviceModel, problem: Problem, pieces: int) -> floa
     if pieces == 1 or problem.is_packed:  # own rows as a whole, then a sum
         own = _part_us(device, problem, problem.rows_per_rank, problem.width, problem.features)
         own += pack_us(device, problem, problem.rows_per_rank, problem.width)
-        return max(free + own, arrivals[-1]) + device.step_us + _add_us(device, problem)
+        return max(free + own, arrivals[-1] + device.step_us) + _add_us(device, problem)
     read_us = problem.chunk_bytes / pieces / device.add.gb_s * 1e-3  # what arrived is read by the GEMM's end
     for arrived in arrivals:
-        free = max(free, arrived) + gemm + read_us + device.step_us
+        free = max(free, arrived + device.step_us) + gemm + read_us
     return free
 
 
@@ -313,9 +314,10 @@ def _add_us(device: DeviceModel, problem: Problem) -> float:
 
 
 def _exchange_us(device: DeviceModel, problem: Problem) -> float:
-    """One kernel moves the rows; a reduce-scatter's also adds them: R reads and a write."""
+    """One kernel moves the rows; a reduce-scatter's also adds them, R reads and a write, by its few programs."""
     added = (problem.tp_size + 1) * problem.chunk_bytes if problem.is_scatter else 0
-    return device.exchange.time_us(problem.bytes_sent) + added / device.add.gb_s * 1e-3
+    share = min(1.0, SUMMING_PROGRAMS / device.multiprocessors)
+    return device.exchange.time_us(problem.bytes_sent) + added / (device.add.gb_s * share) * 1e-3
 
 
 def _host_us(device: DeviceModel, problem: Problem, candidate: Candidate, launched: str) -> float:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from tpoverlap.fused_form import SUMMING_PROGRAMS, TRADING_PROGRAMS
 from tpoverlap.gemm.triton.compiled import CompiledKernels, Kernel, launch_slowly
 from tpoverlap.gemm.triton.gates import TradeSlot
 from tpoverlap.gemm.triton.kernel_driver import CudaKernelDriver, KernelDriver, LaunchConfig
@@ -25,8 +26,6 @@ from tpoverlap.native import Recording
 
 MOST_RANKS: Final = 8
 """The kernels take so many ranks' addresses."""
-MOST_PROGRAMS: Final = 32
-"""Enough to fill a link, and few enough that another library's kernels find room beside those that wait."""
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 """Of sums."""
 _LEAST_PART_BYTES: Final = 8192
@@ -173,7 +172,7 @@ class TradeLauncher:
             unit_bytes, multiple = 4, _VECTOR_BYTES // 4
         group_bytes, rank = unit_bytes * multiple, slot.rank
         own, before, total = counts[rank], sum(counts[:rank]), sum(counts)
-        parts = max(1, min(MOST_PROGRAMS, own * row_bytes // _LEAST_PART_BYTES))
+        parts = max(1, min(TRADING_PROGRAMS, own * row_bytes // _LEAST_PART_BYTES))
         if self._driver is None:  # small rows, still cut into parts
             parts = _INTERPRETED_PROGRAMS
         groups_a_row = row_bytes // group_bytes
@@ -214,8 +213,8 @@ class TradeLauncher:
             multiple = _VECTOR_BYTES // dtype.itemsize
         groups_a_row, peers = width // multiple, len(counts) - 1
         own, most = counts[rank], max(counts)
-        parts = max(1, min(MOST_PROGRAMS // peers, most * row_bytes // _LEAST_PART_BYTES))
-        programs = max(parts * peers, min(MOST_PROGRAMS, own * row_bytes // _LEAST_SUM_BYTES))
+        parts = max(1, min(TRADING_PROGRAMS // peers, most * row_bytes // _LEAST_PART_BYTES))
+        programs = max(parts * peers, min(SUMMING_PROGRAMS, own * row_bytes // _LEAST_SUM_BYTES))
         if self._driver is None:
             parts = programs = _INTERPRETED_PROGRAMS
         blocks = [
