@@ -80,8 +80,10 @@ class Channel:
         self._sequence = 0
         self.lock = threading.Lock()
         """Of whoever claims a slot or a number."""
-        self._turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
-        self._open = 0  # operations of the thread that has the turn
+        self.turn = threading.RLock()  # re-entrant: backward gathers and scatters at the same time, in one thread
+        """Of the thread whose operations are open; see `enter`."""
+        self.num_open = 0
+        """Operations of that thread."""
         self._ends_with_operation = False
         self.in_flight = InFlight()
         self._closed = False
@@ -155,13 +157,13 @@ class Channel:
 
     def enter(self) -> None:
         """Wait until no other thread has an operation open; in the end comes `leave`."""
-        self._turn.acquire()
-        self._open += 1
+        self.turn.acquire()
+        self.num_open += 1
 
     def leave(self) -> None:
         """The operation that `open` started is over: another thread may start one."""
-        self._open -= 1
-        self._turn.release()
+        self.num_open -= 1
+        self.turn.release()
         if self._ends_with_operation:
             self._shut_down_between_operations()
 
@@ -243,7 +245,7 @@ class Channel:
     def next_flight(self, outline: Outline, region: int, epoch: int) -> Flight:
         """The next operation, which begins. Under the lock."""
         sequence = self._sequence = self._sequence + 1
-        descriptor = Descriptor(sequence, outline.label, outline.partition.total, outline.digest(region, epoch))
+        descriptor = outline.descriptor(sequence, region, epoch)
         self.transport.diagnosis.remember(descriptor)
         return self.in_flight.start(descriptor)
 
@@ -402,14 +404,14 @@ class Channel:
         calling thread (in a signal handler, say) nobody could wait for it. Then `leave` does it.
         """
         self._closed = self._ends_with_operation = True  # before the look: who leaves meanwhile sees it after releasing
-        if not self._turn.acquire(blocking=False):
+        if not self.turn.acquire(blocking=False):
             return
         try:
-            if self._ends_with_operation and not self._open:
+            if self._ends_with_operation and not self.num_open:
                 self._ends_with_operation = False
                 self._shut_down()
         finally:
-            self._turn.release()
+            self.turn.release()
 
     def _shut_down(self) -> None:
         self._closed = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from functools import lru_cache
 
-_MASK16 = 0xFFFF
+MASK16 = 0xFFFF
 _MASK32 = 0xFFFFFFFF
 MASK64 = 0xFFFFFFFFFFFFFFFF
 
@@ -22,7 +22,7 @@ MASK64 = 0xFFFFFFFFFFFFFFFF
 @lru_cache(maxsize=1024)
 def operation_id(label: str) -> int:
     """A 16-bit id of an operation's label that is the same in every process (``hash(str)`` is not) and never 0."""
-    return (zlib.crc32(label.encode()) % _MASK16) + 1
+    return (zlib.crc32(label.encode()) % MASK16) + 1
 
 
 class Descriptor:
@@ -40,7 +40,7 @@ class Descriptor:
         self.label = label
         self.num_tokens = num_tokens
         self.digest = digest
-        self.record = ((sequence & _MASK16) << 48) | (operation_id(label) << 32) | (num_tokens & _MASK32)
+        self.record = ((sequence & MASK16) << 48) | (operation_id(label) << 32) | (num_tokens & _MASK32)
 
 
 @lru_cache(maxsize=1024)
@@ -56,11 +56,11 @@ def digest64(*parts: int) -> int:
 
 def sequence_matches(record: int, sequence: int) -> bool:
     """Whether ``record`` was written for operation number ``sequence`` (and is not the one 64 operations before)."""
-    return record != 0 and (record >> 48) == (sequence & _MASK16)
+    return record != 0 and (record >> 48) == (sequence & MASK16)
 
 
 def describe(record: int, labels: dict[int, str]) -> str:
     """A peer's record in words; ``labels`` maps operation ids to the labels known here."""
-    identifier = (record >> 32) & _MASK16
+    identifier = (record >> 32) & MASK16
     label = labels.get(identifier, f"an operation unknown here (id {identifier:#06x})")
     return f"{label} with T={record & _MASK32}"

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from tpoverlap.comm.descriptor import MASK64, text_hash
+from tpoverlap.comm.descriptor import MASK16, MASK64, Descriptor, text_hash
 from tpoverlap.comm.schedule import Step
 from tpoverlap.tokens import TokenPartition
 
@@ -31,7 +31,7 @@ class Outline:
         order: see `Order`.
     """
 
-    __slots__ = ("_parts", "dtype", "label", "order", "partition", "region", "steps")
+    __slots__ = ("_parts", "_record", "dtype", "label", "order", "partition", "region", "steps")
 
     def __init__(
         self,
@@ -47,7 +47,16 @@ class Outline:
         self.label, self.partition, self.dtype = label, partition, dtype
         self.region, self.steps, self.order = region, steps, order
         self._parts = partition.hash64, text_hash(str(dtype)), text_hash(label), detail
+        self._record = Descriptor(0, label, partition.total, 0).record
 
     def digest(self, region: int, epoch: int) -> int:
         """64 bits of everything that ranks compare, for use number ``epoch`` of the region with that index."""
         return hash((*self._parts, region, epoch)) & MASK64  # `digest64`, without the call
+
+    def descriptor(self, sequence: int, region: int, epoch: int) -> Descriptor:
+        """Of one operation: its number among this rank's, and its use of the region with that index."""
+        made = Descriptor.__new__(Descriptor)  # without the call of a function that works out the record again
+        made.sequence, made.label, made.num_tokens = sequence, self.label, self.partition.total
+        made.digest = hash((*self._parts, region, epoch)) & MASK64
+        made.record = (sequence & MASK16) << 48 | self._record
+        return made

@@ -36,17 +36,19 @@ class QuickOperation:
     def __init__(self, channel: Channel, signals: DeviceSignals, outline: Outline) -> None:
         self._channel, self._signals, self._outline = channel, signals, outline
         self.region = channel.regions[outline.region]
+        self._caller_stream = channel.transport.caller_stream
 
     def _claim(self) -> Claimed | None:
         """Take a turn, a number and the next slot; None: something is out of the ordinary, and nothing was taken."""
         channel, region = self._channel, self.region
         if channel.trace is not None or channel.before_copy is not None or channel.before_gemm is not None:
             return None
-        channel.enter()
+        channel.turn.acquire()  # `Channel.enter`
+        channel.num_open += 1
         try:
             with channel.lock:
                 channel.check()
-                caller = channel.transport.caller_stream()
+                caller = self._caller_stream()
                 epoch = region.uses + 1
                 reader = region.last_reader.get(epoch % region.depth)
                 if (

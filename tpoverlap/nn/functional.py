@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from tpoverlap.nn.inputs import (
     require_output_width,
     shard_partition,
 )
+from tpoverlap.nn.layer_view import LayerView
 from tpoverlap.nn.row import RowLinear
 from tpoverlap.tokens import TokenPartition
 
@@ -59,7 +61,7 @@ def all_gather_gemm(
         CapacityError: T does not fit. ConfigError: ``comm`` is for reduce-scatter, or FP8 is not to be had here.
         RankMismatchError, PeerTimeoutError: see docs/protocol.md.
     """
-    layer = as_layer(comm, row=False)
+    layer = comm if comm.__class__ is LayerView else as_layer(comm, row=False)
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
     if not weights or len(biases) != len(weights):
@@ -113,7 +115,7 @@ def gemm_reduce_scatter(
     Raises:
         As `all_gather_gemm`.
     """
-    layer = as_layer(comm, row=True)
+    layer = comm if comm.__class__ is LayerView else as_layer(comm, row=True)
     resolved = full_partition(layer.fprop, x, partition)
     require_matmul(layer.fprop, x, [weight])
     require_output_width(layer.fprop, weight.shape[0])
@@ -159,13 +161,22 @@ def bulk_reduce_scatter(
 
 
 class _Unrecorded:
-    """The ``ctx`` of a forward that no backward follows."""
+    """The ``ctx`` of a forward that no backward follows: what is written to it goes nowhere, so all calls share one."""
+
+    __slots__ = ("needs_input_grad",)
+    needs_input_grad: tuple[bool, ...]
 
     def __init__(self, num_inputs: int) -> None:
-        self.needs_input_grad = (False,) * num_inputs
+        object.__setattr__(self, "needs_input_grad", (False,) * num_inputs)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        pass
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         """Nothing: they live as long as the caller keeps them."""
+
+
+_unrecorded: Callable[[int], _Unrecorded] = lru_cache(maxsize=64)(_Unrecorded)
 
 
 def _apply(manager: UserBufferManager, function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -178,7 +189,7 @@ def _apply(manager: UserBufferManager, function: type[torch.autograd.Function], 
         for argument in reversed(arguments):  # parameters come last, and nearly always train
             if isinstance(argument, torch.Tensor) and argument.requires_grad:
                 return apply(function, *arguments)
-    return function.forward(_Unrecorded(len(arguments)), *arguments)  # `apply` costs as much as all checks together
+    return function.forward(_unrecorded(len(arguments)), *arguments)  # `apply` costs as much as all checks together
 
 
 def _require_operands(comm: CommOverlap, gemm: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from tpoverlap.communicator import CommOverlap, Communicators, LayerCommunicators
 from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.nn.layer_view import LayerView
-from tpoverlap.nn.recompute import note_shape
+from tpoverlap.nn.recompute import note_shape, recording
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -175,7 +175,8 @@ def _refuse_width(comm: CommOverlap, features: int, what: str) -> NoReturn:
 
 
 def _active(comm: CommOverlap, partition: TokenPartition | None) -> TokenPartition | None:
-    note_shape(comm.manager.active)
+    if recording.get():
+        note_shape(comm.manager.active)
     if partition is not None:
         if isinstance(partition, TokenPartition) and len(partition.counts) == comm.manager.tp_size:
             return partition

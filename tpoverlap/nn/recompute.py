@@ -17,12 +17,13 @@ from tpoverlap.nn.fp8_context import as_noted, note_autocast
 from tpoverlap.tokens import TokenPartition
 
 _Notes = dict[ActiveShape, TokenPartition | None]
-_recording: ContextVar[tuple[_Notes, ...]] = ContextVar("tpoverlap_recording", default=())
+recording: ContextVar[tuple[_Notes, ...]] = ContextVar("tpoverlap_recording", default=())
+"""Of the checkpointed forwards that are running in this thread."""
 
 
 def note_shape(active: ActiveShape) -> None:
     """Called by every operation: if a checkpointed forward is running, remember what shape this manager has."""
-    for notes in _recording.get():
+    for notes in recording.get():
         notes.setdefault(active, active.partition)
 
 
@@ -46,14 +47,14 @@ def checkpoint_context_fn(
 
 @contextmanager
 def _forward(notes: _Notes, inner: AbstractContextManager[object] | None) -> Iterator[None]:
-    token = _recording.set((*_recording.get(), notes))
+    token = recording.set((*recording.get(), notes))
     try:
         with ExitStack() as stack:
             if inner is not None:
                 stack.enter_context(inner)
             yield
     finally:
-        _recording.reset(token)
+        recording.reset(token)
 
 
 @contextmanager
