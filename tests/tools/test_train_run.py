@@ -45,10 +45,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "method",  # the others are in the conformance suite as well; auto trains in most tests below
-    [
-        pytest.param(m, marks=pytest.mark.slow if m != "pipeline" else ())
-        for m in METHOD_CHOICES
-    ],
+    [pytest.param(m, marks=pytest.mark.slow if m != "pipeline" else ()) for m in METHOD_CHOICES],
 )
 def test_every_method_trains_like_the_reference(method: str, tmp_path: Path) -> None:
     result = run("--steps", "6", "--method", method, "--check-reference", "--json", str(tmp_path / "run.json"))
