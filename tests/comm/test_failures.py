@@ -133,7 +133,7 @@ def test_a_rank_stalls_inside(rank_pool: Pools, backend: str, kind: str, world_s
 def test_a_rank_skips_an_operation(rank_pool: Pools, backend: str, kind: str, world_size: int) -> None:
     """It does nothing for longer than timeout_s=2; when it comes at last, it gets an error at once, and no data."""
     who = world_size - 1
-    failures = rank_pool(world_size).run(functions.idle_then_late, backend, kind, 2.0, 3.0)
+    failures = rank_pool(world_size).run(functions.idle_then_late, backend, kind, 2.0, 2.6)
     _check_survivors(failures, who, kind, within_s=5.0)
     assert "to start it" in failures[0].first.message or "gave up" in failures[0].first.message
     # What the others sent before they gave up is right, so this operation may end well (run_checked compared it), but
