@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -51,8 +52,8 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
         return pools[world_size]
 
     yield pool
-    for started in pools.values():
-        started.close()
+    with ThreadPoolExecutor() as closers:  # idle ranks take their time to leave; let them do so side by side
+        list(closers.map(RankPool.close, pools.values()))
 
 
 @pytest.fixture(scope="session")
