@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -177,19 +178,24 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_process_ends_quietly_after_an_error(tmp_path: Path, backend: str) -> None:
+def test_the_process_ends_quietly_after_an_error(tmp_path: Path) -> None:
     """A thread that still waits inside Gloo would end it with "terminate called without an active exception"."""
     root = Path(__file__).parent.parent.parent
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = subprocess.run(
-        [sys.executable, str(script), backend],
-        env={"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert run.returncode == 0 and "PeerTimeoutError" in run.stdout, run.stdout + run.stderr
-    assert "terminate" not in run.stderr and "Traceback" not in run.stderr, run.stderr
+
+    def run(backend: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(script), backend],
+            env={"PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    with ThreadPoolExecutor(len(BACKENDS)) as side_by_side:
+        ended = dict(zip(BACKENDS, side_by_side.map(run, BACKENDS), strict=True))
+    for backend, one in ended.items():
+        assert one.returncode == 0 and "PeerTimeoutError" in one.stdout, f"{backend}: {one.stdout}{one.stderr}"
+        assert "terminate" not in one.stderr and "Traceback" not in one.stderr, f"{backend}: {one.stderr}"
