@@ -1,11 +1,13 @@
-"""Runs ``python -m MODULE ARGUMENTS ...`` inside a process that is there already."""
+"""Runs ``python -m MODULE ARGUMENTS ...`` inside processes that are there already."""
 
 from __future__ import annotations
 
 import io
 import runpy
 import sys
+import traceback
 import warnings
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from unittest.mock import patch
 
@@ -21,3 +23,19 @@ def run(rank: int, world_size: int, module: str, arguments: tuple[str, ...]) -> 
             if end.code:
                 raise RuntimeError(f"{module} {' '.join(arguments)} ended with {end.code}") from end
     return printed.getvalue()
+
+
+def run_on_first(rank: int, world_size: int, module: str, arguments: tuple[str, ...]) -> str:
+    """As `run`, on rank 0 alone."""
+    return run(rank, world_size, module, arguments) if rank == 0 else ""
+
+
+def run_share(rank: int, world_size: int, module: str, calls: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """What each call of this rank's share printed; of one that failed the traceback, so that the others go on."""
+    printed: dict[tuple[str, ...], str] = {}
+    for arguments in calls[rank::world_size]:
+        try:
+            printed[arguments] = run(rank, world_size, module, arguments)
+        except Exception:
+            printed[arguments] = traceback.format_exc()
+    return printed

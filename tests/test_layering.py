@@ -215,12 +215,14 @@ import torch, torch.distributed
 before, start = set(sys.modules), time.process_time()
 import tpoverlap
 seconds = time.process_time() - start
+import tpoverlap.te
 added = {name.split(".")[0] for name in set(sys.modules) - before}
 heavy = added & {"triton", "matplotlib", "yaml", "ruamel", "omegaconf", "rich", "click", "psutil", "multiprocessing"}
 assert not heavy, f"import tpoverlap imports {sorted(heavy)}"
 assert not torch.cuda.is_initialized(), "import tpoverlap initialises CUDA"
 assert not torch.distributed.is_initialized(), "import tpoverlap makes a process group"
 assert seconds < 1.0, f"import tpoverlap took {seconds:.2f} s of processor time on top of torch"
+assert "tpoverlap.tools" not in sys.modules, "import tpoverlap imports its tools"
 missing = [name for name in getattr(tpoverlap, "__all__", ()) if not hasattr(tpoverlap, name)]
 assert not missing, f"in __all__ but not there: {missing}"
 """

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -253,16 +251,3 @@ def test_exception_tree(error: type[Exception]) -> None:
 def test_no_other_exceptions() -> None:
     defined = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
     assert defined == set(BASES)
-
-
-def test_import_is_cheap() -> None:
-    """No Triton, no CUDA context, no process group, and none of the heavy modules that only tools need."""
-    program = (
-        "import sys, torch, tpoverlap, tpoverlap.te\n"
-        "assert 'tpoverlap.tools' not in sys.modules\n"
-        "heavy = [m for m in ('triton', 'matplotlib', 'yaml', 'omegaconf', 'rich', 'click') if m in sys.modules]\n"
-        "assert not heavy, heavy\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "assert not torch.distributed.is_initialized()\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -235,7 +235,7 @@ def _disturbance(mgr: tpo.UserBufferManager, where: str) -> Any:
     if where == "transfer":
         return faults.raise_in_transfer(mgr, ValueError("something in the model"))
     if where == "stall":
-        return faults.stall_in_transfer(mgr, 3.5)
+        return faults.stall_in_transfer(mgr, 2.8)
     return faults.die_in_transfer(mgr, how=where)
 
 

@@ -75,7 +75,7 @@ def fail_inside(
     elif rank == who and where == "kill":
         disturbance = faults.die_in_transfer(mgr, how="kill")
     elif rank == who:
-        disturbance = faults.stall_in_transfer(mgr, 3.5)
+        disturbance = faults.stall_in_transfer(mgr, 2.8)
     with disturbance:
         check = _run_then_check(mgr, kind, partition)
     return check, attempt(mgr.close)

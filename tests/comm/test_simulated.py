@@ -44,7 +44,7 @@ def test_a_rank_dies(rank_pool: Pools, kind: str) -> None:
         assert check.seconds < 8.0 and close.error == "ok"
 
 
-@pytest.mark.parametrize("kind", ["ring_ag", "ring_rs"])
+@pytest.mark.parametrize("kind", ["ring_ag", pytest.param("ring_rs", marks=pytest.mark.slow)])  # waits for its time-out
 def test_a_rank_stalls(rank_pool: Pools, kind: str) -> None:
     """Its stream stands still for longer than timeout_s=2: both watchdogs end what waits by then."""
     for check, close in rank_pool(2).run(functions.fail_inside, kind, "stall", 1, 2.0, timeout_s=60):

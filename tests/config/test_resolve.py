@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -170,12 +171,12 @@ def test_digest_tells_what_matters_and_is_the_same_in_every_process() -> None:
     others.append(quiet(base | {"qkv_fprop": {"num_max_streams": 3}}))
     assert digest not in {other.digest for other in others}
     code = f"from tpoverlap.config import resolve; print(resolve({base!r}, 4).digest)"
-    for seed in ("1", "2"):
-        child = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-        )  # fmt: skip
-        assert child.stdout.strip() == digest
+    other_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={"PYTHONHASHSEED": other_seed, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert child.stdout.strip() == digest
 
 
 def test_section_of_our_own_is_kept() -> None:
@@ -239,7 +240,7 @@ def tame(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
     return config
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(wild, st.integers(1, 8), st.booleans())
 def test_anything_gives_a_config_or_a_config_error(config: dict[Any, Any], tp_size: int, fp8: bool) -> None:
     notes = check(config, tp_size, fp8=fp8)
@@ -251,7 +252,7 @@ def test_anything_gives_a_config_or_a_config_error(config: dict[Any, Any], tp_si
         assert not any(note.level == "error" and note.target != "te" for note in notes) and len(resolved.digest) == 16
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(config=tame(), tp_size=st.integers(1, 8))
 def test_round_trips(config: dict[str, Any], tp_size: int, tmp_path_factory: Any) -> None:
     resolved = quiet(config, tp_size)

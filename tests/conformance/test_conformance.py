@@ -71,8 +71,7 @@ def test_others(size: int, setting: Setting, run_cases: RunCases) -> None:
     run_cases(size, list(other_cases(setting, size)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", ["shared", "process_group"])
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.bfloat16, "shared"), (torch.float32, "process_group")], ids=str)
 def test_groups_inside_a_larger_world(dtype: torch.dtype, backend: str, run_cases: RunCases) -> None:
     cases = list(group_cases(Setting(dtype=dtype, backend=backend), 4))
     assert len(cases) == 5

@@ -17,14 +17,22 @@ from tpoverlap.gemm.fp8.kernels.launch import KernelOperations
 from tpoverlap.gemm.fp8.quantize import operations_on
 
 RunModule = Callable[..., str]
+THINNED = tuple((case, "--thinned") for case in CASES)
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @NEEDS_TRITON
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("more", [("--thinned",), pytest.param((), marks=pytest.mark.slow)], ids=["thinned", "all"])
-def test_in_the_interpreter(run_module: RunModule, case: str, more: tuple[str, ...]) -> None:
-    assert f"{case} passed" in run_module("tests.gemm.fp8_twins", case, *more, interpret=True)
+def test_in_the_interpreter(run_cases: RunModule, case: str) -> None:
+    printed = run_cases("tests.gemm.fp8_twins", THINNED, (case, "--thinned"))
+    assert f"{case} passed" in printed, printed
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(CASES))
+def test_all_in_the_interpreter(run_module: RunModule, case: str) -> None:
+    assert f"{case} passed" in run_module("tests.gemm.fp8_twins", case, interpret=True)
 
 
 @pytest.mark.gpu

@@ -13,15 +13,15 @@ from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.gemm.triton import kernels_missing, require_kernels
 
 RunModule = Callable[..., str]
+CASES = ("arrivals", "scatters", "copies", "counts", "adds", "adds_late", "pushes", "gives_up")
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize(
-    "case", ["arrivals", "gives_up", "counts", "adds", "adds_late", "pushes", "scatters", "copies"]
-)
-def test_in_the_interpreter(run_module: RunModule, case: str) -> None:
-    assert f"{case} passed" in run_module("tests.gemm.interpreted", case, interpret=True)
+@pytest.mark.parametrize("case", CASES)
+def test_in_the_interpreter(run_cases: RunModule, case: str) -> None:
+    printed = run_cases("tests.gemm.interpreted", tuple((each,) for each in CASES), (case,))
+    assert f"{case} passed" in printed, printed
 
 
 @pytest.mark.gpu

@@ -22,15 +22,24 @@ from tpoverlap.nn.elementwise.launch import DirectKernel, runs_kernels, vector_u
 from tpoverlap.nn.split_qkv import require_table, split_qkv
 
 RunModule = Callable[..., str]
+CASES = ("gated", "norms", "rotary")
+THINNED = tuple((case, "--thinned") for case in CASES)
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 LAYOUT = HeadLayout(groups=2, per_group=3, head_dim=4)
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("case", ["gated", "rotary", "norms"])
-@pytest.mark.parametrize("more", [("--thinned",), pytest.param((), marks=pytest.mark.slow)], ids=["thinned", "all"])
-def test_in_the_interpreter(run_module: RunModule, case: str, more: tuple[str, ...]) -> None:
-    assert f"{case} passed" in run_module("tests.nn.elementwise_cases", case, *more, interpret=True)
+@pytest.mark.parametrize("case", CASES)
+def test_in_the_interpreter(run_cases: RunModule, case: str) -> None:
+    printed = run_cases("tests.nn.elementwise_cases", THINNED, (case, "--thinned"))
+    assert f"{case} passed" in printed, printed
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_all_in_the_interpreter(run_module: RunModule, case: str) -> None:
+    assert f"{case} passed" in run_module("tests.nn.elementwise_cases", case, interpret=True)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,10 +21,9 @@ PLAIN = ("fused", True, 1, False, 0.0)
 FORMS = list(fused_form.FORMS)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2, env={"TRITON_INTERPRET": "1"}) as started:
-        yield started
+@pytest.fixture
+def pool(interpreted_pool: Callable[[int], RankPool]) -> RankPool:
+    return interpreted_pool(2)
 
 
 def partitions(size: int) -> list[TokenPartition]:
@@ -88,17 +87,16 @@ def test_bulk_by_copy_programs(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_more_ranks(size: int) -> None:
-    turns = partitions(size)[:: size - 2]
-    with RankPool(size, env={"TRITON_INTERPRET": "1"}) as more:
-        for form in FORMS:
-            for run in (fused_ranks.gather, fused_ranks.scatter):
-                ran = more.run(run, setting(torch.float32), turns, *PLAIN, form, timeout_s=120.0)
-                assert ran == [len(turns)] * size
-        for run, form in ((fused_fp8_ranks.gather, "engine"), (fused_fp8_ranks.scatter, "one_launch")):
-            fp8 = replace(setting(torch.float32), hidden=32, features=16)
-            ran = more.run(run, fp8, turns[2:3], "current", "grad", 1, form, ("fused",), timeout_s=60.0)
-            assert ran == [1] * size
+def test_more_ranks(size: int, interpreted_pool: Callable[[int], RankPool]) -> None:
+    turns, more = partitions(size)[:: size - 2], interpreted_pool(size)
+    for form in FORMS:
+        for run in (fused_ranks.gather, fused_ranks.scatter):
+            ran = more.run(run, setting(torch.float32), turns, *PLAIN, form, timeout_s=120.0)
+            assert ran == [len(turns)] * size
+    for run, form in ((fused_fp8_ranks.gather, "engine"), (fused_fp8_ranks.scatter, "one_launch")):
+        fp8 = replace(setting(torch.float32), hidden=32, features=16)
+        ran = more.run(run, fp8, turns[2:3], "current", "grad", 1, form, ("fused",), timeout_s=60.0)
+        assert ran == [1] * size
 
 
 @pytest.mark.parametrize("form", FORMS)

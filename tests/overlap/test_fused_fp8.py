@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,10 +21,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 FORMS = list(fused_form.FORMS)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2, env={"TRITON_INTERPRET": "1"}) as started:
-        yield started
+@pytest.fixture
+def pool(interpreted_pool: Callable[[int], RankPool]) -> RankPool:
+    return interpreted_pool(2)
 
 
 def setting(dtype: torch.dtype = torch.float32, backend: str = "shared") -> Setting:
@@ -78,13 +77,12 @@ def test_copy_programs(pool: RankPool) -> None:
 
 
 @pytest.mark.slow
-def test_three_ranks() -> None:
-    turns = partitions(3)[2:6]
-    with RankPool(3, env={"TRITON_INTERPRET": "1"}) as more:
-        for form in FORMS:
-            for run in (fused_fp8_ranks.gather, fused_fp8_ranks.scatter):
-                ran = more.run(run, setting(), turns, "current", "grad", 1, form, ("fused",), timeout_s=120.0)
-                assert ran == [len(turns)] * 3
+def test_three_ranks(interpreted_pool: Callable[[int], RankPool]) -> None:
+    turns, more = partitions(3)[2:6], interpreted_pool(3)
+    for form in FORMS:
+        for run in (fused_fp8_ranks.gather, fused_fp8_ranks.scatter):
+            ran = more.run(run, setting(), turns, "current", "grad", 1, form, ("fused",), timeout_s=120.0)
+            assert ran == [len(turns)] * 3
 
 
 SMALL = Setting(backend="shared", capacity=9, hidden=32, features=16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,10 +19,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 KINDS = ("sequential_ag", "sequential_rs")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2, env={"TRITON_INTERPRET": "1"}) as started:
-        yield started
+@pytest.fixture
+def pool(interpreted_pool: Callable[[int], RankPool]) -> RankPool:
+    return interpreted_pool(2)
 
 
 def setting(dtype: torch.dtype = torch.float32, timeout_s: float = 30.0, **sizes: Any) -> Setting:
@@ -56,10 +55,10 @@ def test_late_ranks(pool: RankPool) -> None:
     assert pool.run(trade_ranks.late, 6) == [{"gather": 6, "add": 6}] * 2
 
 
-def test_three_ranks() -> None:
-    with RankPool(3, env={"TRITON_INTERPRET": "1"}) as more:
-        assert more.run(trade_ranks.late, 5) == [{"gather": 5, "add": 5}] * 3
-        assert more.run(trade_ranks.odd_turns, 4)[2]["gather"] > 4
+def test_three_ranks(interpreted_pool: Callable[[int], RankPool]) -> None:
+    more = interpreted_pool(3)
+    assert more.run(trade_ranks.late, 4) == [{"gather": 4, "add": 4}] * 3
+    assert more.run(trade_ranks.odd_turns, 4)[2]["gather"] > 4
 
 
 def test_held_slots_refreshed_flags_and_ranks_of_different_forms(pool: RankPool) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import fields
 
 import pytest
 
 from .config import BROKEN, Config
-from .explorer import explore
+from .explorer import Result, explore
 from .scenarios import BROKEN_RULES, HOLDS, REDUNDANT, Scenario
 
 
@@ -21,9 +24,27 @@ def _short(config: Config) -> str:
     )
 
 
+@pytest.fixture(scope="module")
+def explored(request: pytest.FixtureRequest) -> Iterator[Callable[[Scenario], Result]]:
+    """``explored(scenario)``: what two processes find, which explore what was selected of `HOLDS` from now on."""
+    selected = {item.callspec.params["scenario"].name for item in request.session.items if _explores(item)}  # type: ignore[attr-defined]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results: dict[str, Future[Result]] = {
+            one.name: pool.submit(explore, one.config, one.reduce) for one in HOLDS if one.name in selected
+        }
+        try:
+            yield lambda scenario: results[scenario.name].result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # those of a run that -x or the keyboard ended
+
+
+def _explores(item: pytest.Item) -> bool:
+    return getattr(item, "function", None) is test_protocol_holds
+
+
 @pytest.mark.parametrize("scenario", HOLDS, ids=_name)
-def test_protocol_holds(scenario: Scenario) -> None:
-    result = explore(scenario.config, scenario.reduce)
+def test_protocol_holds(scenario: Scenario, explored: Callable[[Scenario], Result]) -> None:
+    result = explored(scenario)
     assert result.violation is None, f"{scenario.name}\n{result.report()}"
     assert result.finals, "an exploration that reaches no final state has shown nothing"
     print(f"{scenario.name}: {result.report()}")

@@ -23,7 +23,7 @@ from tpoverlap.tools.bench.suites import SUITE_NAMES, load_suite
 from tpoverlap.tools.bench.suites.gemm import GemmSuite
 from tpoverlap.tools.bench.suites.host import steps_of
 from tpoverlap.tools.bench.walks import recorded_walks
-from tpoverlap.tools.train.corpus import read_corpus
+from tpoverlap.tools.train.corpus import Corpus
 
 Row = dict[str, Any]
 
@@ -268,14 +268,13 @@ def test_recorded_walks() -> None:
     assert small.probes() == tuple(dict.fromkeys((min(small.num_tokens), small.probes()[1], max(small.num_tokens))))
 
 
-def test_walks_are_what_the_script_records() -> None:
+def test_walks_are_what_the_script_records(default_corpus: Corpus) -> None:
     recorded = json.loads(
         (Path(record_walks.__file__).parents[1] / "tpoverlap/tools/bench/data/walks.json").read_text()
     )
-    corpus = read_corpus()
-    if hashlib.sha256(b"\0".join(corpus.documents)).hexdigest() != recorded["corpus_sha256"]:
+    if hashlib.sha256(b"\0".join(default_corpus.documents)).hexdigest() != recorded["corpus_sha256"]:
         pytest.skip(f"{recorded['corpus']} has other sources than this Python {platform.python_version()}")
-    assert record_walks.record(corpus) == recorded
+    assert record_walks.record(default_corpus) == recorded
 
 
 # -- the queue --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tpoverlap.tools.config.convert_file import converted
 from tpoverlap.tools.config.text import printable
 
 FILES = sorted((Path(__file__).parents[1] / "data" / "ub_configs").glob("*.yaml"))
-FEW, ALL = 200, 10_000
+FEW, ALL = 120, 10_000
 HANG_S = 20.0  # the slowest takes a tenth of a second alone; two cores are shared
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.tools.cli import main
@@ -238,10 +238,9 @@ def test_not_doctors_rows(tmp_path: Path) -> None:
             topology_of(load_device("h200"), str(path))
 
 
-def test_this_machines_own_file(tmp_path: Path) -> None:
+def test_this_machines_own_file(doctors_report: tuple[Result, Path, float]) -> None:
     """The real command, then the real reader: on a machine without GPUs it says which row could not tell."""
-    path = tmp_path / "doctor.json"
-    result = CliRunner().invoke(main, ["doctor", "--json", str(path)])
+    result, path, _ = doctors_report
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["memcpy bandwidth"]["status"] == "ok" and rows["memcpy bandwidth"]["data"]["pairs"]

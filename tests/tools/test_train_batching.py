@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.tools.train.batching import ALIGNED_EVERY, plan_steps, usable_documents
-from tpoverlap.tools.train.corpus import read_corpus
+from tpoverlap.tools.train.corpus import Corpus
 
 documents_strategy = st.lists(st.integers(2, 40), min_size=1, max_size=30).map(
     lambda lengths: [bytes([i]) * length for i, length in enumerate(lengths)]
@@ -66,15 +66,15 @@ def test_documents_that_do_not_fit_are_skipped_never_cut() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_default_corpus_gives_the_promised_spread_of_t(seed: int) -> None:
-    steps = plan_steps(read_corpus().documents, capacity_tokens=2048, num_steps=400, tp_size=2, seed=seed)
+def test_default_corpus_gives_the_promised_spread_of_t(seed: int, default_corpus: Corpus) -> None:
+    steps = plan_steps(default_corpus.documents, capacity_tokens=2048, num_steps=400, tp_size=2, seed=seed)
     shares = sorted(step.num_tokens / 2048 for step in steps)
     assert 0.64 < fmean(shares) < 0.78
     assert shares[len(shares) // 20] > 0.2 and shares[-1] > 0.97  # 95 % of the steps lie in 0.2 to 1.0
 
 
-def test_default_run_has_uneven_t_and_ranks_without_a_row() -> None:
-    steps = plan_steps(read_corpus().documents, capacity_tokens=2048, num_steps=20, tp_size=2, seed=1)
+def test_default_run_has_uneven_t_and_ranks_without_a_row(default_corpus: Corpus) -> None:
+    steps = plan_steps(default_corpus.documents, capacity_tokens=2048, num_steps=20, tp_size=2, seed=1)
     assert sum(step.num_tokens % 2 for step in steps) >= 4
     assert sum(0 in step.partition.counts for step in steps) == 4
     assert len({step.num_tokens for step in steps}) >= 15

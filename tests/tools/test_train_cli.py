@@ -55,7 +55,7 @@ def test_unknown_subcommand_is_a_usage_error() -> None:
         (["--tp", "3"], "heads=8 is not divisible by tp_size=3"),
         (["--ffn", "689"], "ffn=689 is not divisible by tp_size=2"),
         (["--capacity", "1"], "--capacity"),
-        (["--capacity", "4"], "raise --capacity"),
+        (["--capacity", "4", "--corpus", __file__], "raise --capacity"),
         (["--steps", "0"], "--steps"),
         (["--tp", "0"], "--tp"),
         (["--method", "ring"], "ring_exchange"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tpoverlap.errors import ConfigError
-from tpoverlap.tools.train.corpus import read_corpus
+from tpoverlap.tools.train.corpus import Corpus, read_corpus
 from tpoverlap.tools.train.documents import paragraphs, python_blocks, split_documents
 
 SOURCE = b'''import os
@@ -63,8 +63,8 @@ def test_paragraphs_are_runs_of_lines() -> None:
     assert paragraphs(text) == [b"one\n  two", b"three", b"four"]
 
 
-def test_default_corpus_is_large_and_deterministic() -> None:
-    first, second = read_corpus(), read_corpus()
+def test_default_corpus_is_large_and_deterministic(default_corpus: Corpus) -> None:
+    first, second = default_corpus, read_corpus()
     assert first == second
     assert first.num_files > 100 and len(first.documents) > 1000
     lengths = sorted(map(len, first.documents))

@@ -153,9 +153,9 @@ def test_the_budget_is_kept_by_force(tmp_path: Path, shared_ranks: RankPool, mon
     shared_ranks.run(describe, "cpu")  # so that the start of the ranks is not in the time
     output = tmp_path / "ub.yaml"
     begin_s = time.monotonic()
-    result = run("--device", "cpu", "--tokens", "32", "--no-cache", "-o", str(output), "--minutes", "0.05")
+    result = run("--device", "cpu", "--tokens", "32", "--no-cache", "-o", str(output), "--minutes", "0.03")
     assert result.exit_code == 0, result.output
-    assert 3.0 <= time.monotonic() - begin_s < 20.0
+    assert 1.8 <= time.monotonic() - begin_s < 20.0
     text = output.read_text()
     assert "0 of" in result.output and "fc1_fprop: not measured" in text and resolve(output, 2).names
 
