@@ -39,7 +39,11 @@ class NativeCalls(ctypes.Structure):
 def player() -> Player | None:
     """The function; None, said once in the log, where it cannot be compiled."""
     try:
-        return _load(_compiled())
+        folder = _folder()
+        if folder is not None:
+            return _load(_compiled(folder))
+        with tempfile.TemporaryDirectory(prefix="tpoverlap-native-") as made:  # what is loaded stays loaded
+            return _load(_compiled(Path(made)))
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) and error.stderr else error
         logger.warning("operations are started call by call from Python, which takes the host longer: %s", detail)
@@ -54,10 +58,9 @@ def _load(path: Path) -> Player:
     return play
 
 
-def _compiled() -> Path:
+def _compiled(folder: Path) -> Path:
     source = _SOURCE.read_bytes()
     digest = hashlib.blake2b(source + " ".join((*_OPTIONS, platform.machine())).encode(), digest_size=8).hexdigest()
-    folder = _folder()
     target = folder / f"tape-{digest}.so"
     if not target.exists():
         compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
@@ -66,20 +69,22 @@ def _compiled() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as workplace:
             made = Path(workplace) / "tape.so"
             command = [compiler, *_OPTIONS, str(_SOURCE), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILE_S
+            )  # a compiler may write in any language
             os.replace(made, target)  # ranks compile at the same time: each finds a whole file
     return target
 
 
-def _folder() -> Path:
-    """A folder that nobody else can write to: what lies there is loaded as code."""
+def _folder() -> Path | None:
+    """A folder that nobody else can write to: what lies there is loaded as code. None: there is none to keep it in."""
     base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "tpoverlap" / "native"
     try:
+        folder = (Path(base) if base else Path.home() / ".cache") / "tpoverlap" / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
         if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):  # RuntimeError: no home
         pass
-    return Path(tempfile.mkdtemp(prefix="tpoverlap-native-"))
+    return None

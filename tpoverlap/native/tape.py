@@ -24,6 +24,8 @@ _NAMES: Final = {
     ATTRIBUTE: "cublasLtMatmulDescSetAttribute",
     MULTIPLY: "cublasLtMatmul",
 }
+PRODUCT_CALLS: Final = (_NAMES[ATTRIBUTE], _NAMES[MULTIPLY])
+"""What `Failed` hears of calls of cublasLt, whose statuses are not the driver's."""
 _OFFSET_BITS: Final = 56
 MOST_REGISTERS: Final = 254
 Failed = Callable[[int, str], bool]

@@ -70,10 +70,12 @@ def all_gather(
         slot, epoch = slots.at(context.region)
         pushes = bool(rows.pushes)
         launches: list[Launch] = []
-        for matrix, bias, out, scaling in zip(gemm.matrices, gemm.biases, gemm.outs, gemm.scalings, strict=True):
+        for number, (matrix, bias, out, scaling) in enumerate(
+            zip(gemm.matrices, gemm.biases, gemm.outs, gemm.scalings, strict=True)
+        ):
             launches.append(
                 launcher.gathered_rows(
-                    rows, x_shard_t, slot, view, matrix, bias, out, epoch, pushes=pushes, scaling=scaling
+                    rows, x_shard_t, slot, view, matrix, bias, out, epoch, pushes=pushes, number=number, scaling=scaling
                 )
             )
             pushes = False  # the first kernel's programs send; those of the others find the flags set
@@ -157,6 +159,8 @@ def _play(context: OperationContext, ring: QuickRing, turn: Turn, launches: list
 
 
 def _write(ring: QuickRing, turn: Turn, launches: list[Launch], maker: TapeMaker) -> Tape | None:
+    if len({id(launch.prepared) for launch in launches}) < len(launches):
+        return None  # `place` of one would move the other's addresses, too
     recording = maker.recording()
     recorder = ring.recorder(recording)
     recording.patch(turn[3].sheet.patches)

@@ -172,14 +172,14 @@ def _play_gather(
     """By tape, all but the reader. False: nothing was done."""
     found = gemm.operands()
     own, reads, ring = x_shard_t.data_ptr(), read_gathered is not None, plan.ring
-    if found is None or own % ALIGNMENT_BYTES or (reads and ring.has_own(turn, x_shard_t)):
+    if found is None or own % ALIGNMENT_BYTES or (reads and ring.has_own(turn, x_shard_t)) or not kinds.is_current():
         return False
     kind, operands = found
     key = turn[1] % ring.region.depth, turn[0].handle, kind
     tapes: GatherTapes | None = kinds.get(key)
     if tapes is None:
         tapes = kinds.new(key, partial(write_gather, plan, turn, x_shard_t, gemm, reads))
-    if tapes is None or not kinds.is_current():
+    if tapes is None:
         return False
     whole, after = tapes
     whole.play(*ring.numbers(turn), own, *operands)
@@ -202,14 +202,14 @@ def _play_scatter(
     """By tape, all but the sum of blocks. False: nothing was done."""
     found = gemm.operands()
     source, result, ring = summand.data_ptr(), out.data_ptr(), plan.ring
-    if found is None or (source | result) % ALIGNMENT_BYTES:
+    if found is None or (source | result) % ALIGNMENT_BYTES or not kinds.is_current():
         return False
     kind, operands = found
     key = turn[1] % ring.region.depth, turn[0].handle, kind
     tapes: ScatterTapes | None = kinds.get(key)
     if tapes is None:
         tapes = kinds.new(key, partial(write_scatter, plan, turn, gemm, summand, out))
-    if tapes is None or not kinds.is_current():
+    if tapes is None:
         return False
     whole, after = tapes
     whole.play(*ring.numbers(turn), source, result, *operands)

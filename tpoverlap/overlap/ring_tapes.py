@@ -40,7 +40,7 @@ def write_gather(
     plan: RingGather, turn: Turn, x_shard_t: torch.Tensor, gemm: RowGemm, reads: bool, maker: TapeMaker
 ) -> GatherTapes | None:
     """None: a product is not one of cublasLt's."""
-    if maker.products is None:
+    if maker.products is None or not maker.has_room(_SOURCE + 1, gemm):
         return None
     recording = maker.recording()
     ring, region, epoch = plan.ring.recorder(recording), plan.ring.region, turn[1]

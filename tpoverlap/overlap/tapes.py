@@ -13,15 +13,18 @@ from typing import Any, Final
 
 from tpoverlap.comm import Channel
 from tpoverlap.comm.transport import DeviceTransport
+from tpoverlap.gemm import RowGemm
 from tpoverlap.gemm.cublaslt import LtProducts, lt_products
+from tpoverlap.gemm.cublaslt.library import product_failed
 from tpoverlap.gemm.triton.direct import current_device
 from tpoverlap.memory.driver import NativeDriver
-from tpoverlap.native import NativeCalls, Player, Recording, Tape, player
+from tpoverlap.native import MOST_REGISTERS, PRODUCT_CALLS, NativeCalls, Player, Recording, Tape, player
 
 logger = logging.getLogger("tpoverlap")
 SEEN_BEFORE: Final = 2
 """Operations of one kind before the one that writes its tape."""
 _MOST_KINDS: Final = 64
+_MOST_SEEN: Final = 1024
 
 
 class TapeMaker:
@@ -48,7 +51,17 @@ class TapeMaker:
 
     def tape(self, recording: Recording, num_registers: int) -> Tape:
         """What plays ``recording``."""
-        return Tape(self._play, self._calls, self._library, recording, num_registers, self._driver.failed)
+        return Tape(self._play, self._calls, self._library, recording, num_registers, self._failed)
+
+    def _failed(self, status: int, what: str) -> bool:
+        if what in PRODUCT_CALLS:  # another library's numbers: the driver would give them names of its own
+            raise product_failed(what, status)
+        return self._driver.failed(status, what)
+
+    @staticmethod
+    def has_room(others: int, gemm: RowGemm) -> bool:
+        """Whether a tape has registers enough for ``gemm``, which may have any number of matrices, after ``others``."""
+        return others + gemm.num_operands <= MOST_REGISTERS
 
     def is_current(self) -> bool:
         """Whether the calling thread's device is the one whose products these are."""
@@ -63,7 +76,7 @@ class Kinds:
 
     Attributes:
         get: the tapes of a key; None: there are none, or not yet: ask `new`.
-        is_current: see `TapeMaker`; where it says no, tapes are not to be played.
+        is_current: see `TapeMaker`; where it says no, tapes with products are neither written nor played.
     """
 
     def __init__(self, maker: TapeMaker) -> None:
@@ -76,6 +89,8 @@ class Kinds:
         """What ``write`` makes, if it is time to; None: not yet, or something has to be done from Python each time."""
         if key in self._tapes:
             return None
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()  # callers' streams, or launches, that never come back
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         if seen <= SEEN_BEFORE:
             return None

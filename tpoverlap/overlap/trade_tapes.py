@@ -41,7 +41,7 @@ def play_gather(
 ) -> bool:
     """All of ``turn``'s all-gather. False: nothing was done."""
     found, address = gemm.operands(), own.data_ptr()
-    if found is None or address % ALIGNMENT_BYTES:
+    if found is None or address % ALIGNMENT_BYTES or not kinds.is_current():
         return False
     region, epoch = quick.region, turn[1]
     kind, operands = found
@@ -49,7 +49,7 @@ def play_gather(
     tapes: tuple[Tape, Tape | None] | None = kinds.get(key)
     if tapes is None:
         tapes = kinds.new(key, partial(_write_gather, quick, turn, own, gemm, read is not None))
-    if tapes is None or not kinds.is_current():
+    if tapes is None:
         return False
     whole, after = tapes
     whole.play(*quick.numbers(turn), address, *operands)
@@ -62,7 +62,7 @@ def play_gather(
 def _write_gather(
     quick: QuickTrade, turn: TradeTurn, own: torch.Tensor, gemm: RowGemm, reads: bool, maker: TapeMaker
 ) -> tuple[Tape, Tape | None] | None:
-    if maker.products is None:
+    if maker.products is None or not maker.has_room(_SOURCE + 1, gemm):
         return None
     recording, own_at = maker.recording(), register(_SOURCE)
     whole = quick.gathered(turn)
@@ -158,14 +158,14 @@ def play_add(
     """All of ``turn``'s GEMM, if it has one, and reduce-scatter. False: nothing was done."""
     found = (None, []) if gemm is None else gemm.operands()
     source, result = summands.data_ptr(), out.data_ptr()
-    if found is None or (source | result) % ALIGNMENT_BYTES:
+    if found is None or (source | result) % ALIGNMENT_BYTES or not kinds.is_current():
         return False
     kind, operands = found
     key = turn[1] % quick.region.depth, turn[0].handle, kind
     tape: Tape | None = kinds.get(key)
     if tape is None:
         tape = kinds.new(key, partial(_write_add, quick, turn, summands, gemm, out))
-    if tape is None or not kinds.is_current():
+    if tape is None:
         return False
     tape.play(*quick.numbers(turn), source, result, *operands)
     return True

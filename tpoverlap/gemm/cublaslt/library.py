@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from tpoverlap.errors import BackendUnavailableError
+from tpoverlap.errors import BackendUnavailableError, TpOverlapError
 
 DATA_TYPES: Final = {
     torch.float32: 0,
@@ -196,6 +196,14 @@ def _function(library: ctypes.CDLL, name: str, *kinds: type) -> Callable[..., in
 def _check(status: int, name: str) -> None:
     if status:
         raise BackendUnavailableError(f"{name} failed with status {status_text(status)}")
+
+
+def product_failed(what: str, status: int) -> TpOverlapError:
+    """The error of a call that fails although the library had an algorithm. ``what``: the call."""
+    return TpOverlapError(
+        f"{what} failed with status {status_text(status)}; this is a defect of tpoverlap: please report it with your "
+        "versions"
+    )
 
 
 def status_text(status: int) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from tpoverlap.errors import BackendUnavailableError, TpOverlapError
+from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.gemm.cublaslt.library import (
     A_SCALE_POINTER,
     B_SCALE_POINTER,
@@ -34,7 +34,7 @@ from tpoverlap.gemm.cublaslt.library import (
     CublasLt,
     Library,
     NativeLibrary,
-    status_text,
+    product_failed,
 )
 from tpoverlap.gemm.triton.direct import current_device
 from tpoverlap.native import Cell, Recording
@@ -133,10 +133,7 @@ class Family:
             ctypes.addressof(found), workspace, WORKSPACE_BYTES, stream,
         )  # fmt: skip
         if status:
-            raise TpOverlapError(
-                f"cublasLtMatmul failed with status {status_text(status)} for {rows} rows; this is a defect of "
-                "tpoverlap: please report it with your versions"
-            )
+            raise product_failed(f"cublasLtMatmul of {rows} rows", status)
         return True
 
     def fixed(self, rows: int, *, points: bool) -> FixedProduct | None:

@@ -103,6 +103,7 @@ class GemmLauncher:
         epoch: int,
         *,
         pushes: bool = False,
+        number: int = 0,
         scaling: Scaling | None = None,
     ) -> Launch:
         """``out = gathered @ matrix (+ bias)``: own rows at once, then the others in order, as their words arrive.
@@ -116,13 +117,15 @@ class GemmLauncher:
             out: [T, N], contiguous.
             epoch: what the words will be.
             pushes: some programs also copy ``own`` to the peers, before they wait for anything.
+            number: of the launch in its operation. Two of one number may share what is prepared, and the addresses in
+                it: a tape, which starts one after the other, wants one each.
             scaling: of FP8 operands; ``own`` and ``view`` then give their bytes.
         """
         addresses: tuple[int, ...] = (
             own.data_ptr(), matrix.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
         )  # fmt: skip
         key: tuple[Any, ...] = (
-            rows, slot, pushes, matrix.shape, matrix.stride(), own.dtype, bias is None, self._current_stream(),
+            rows, slot, pushes, number, matrix.shape, matrix.stride(), own.dtype, bias is None, self._current_stream(),
             reduce(or_, addresses) & _ALIGNMENT and _misses(addresses),
             own.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
         )  # fmt: skip
