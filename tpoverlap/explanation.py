@@ -14,6 +14,7 @@ from tpoverlap.gemm.cublaslt import lt_products
 from tpoverlap.gemm.fp8 import SCALE_BYTES
 from tpoverlap.overlap.fp8 import METHODS
 from tpoverlap.overlap.kernel_trader import exchange_form
+from tpoverlap.overlap.tapes import tape_maker
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def explanation(
         *([f"  by T: {remark}"] if remark else []),
         *([f"  form: {form}"] if form else []),
         *sums_by_torch(communicator, decision),
+        *calls_by_python(communicator, decision),
         f"  rows a rank: {list(partition.counts)}; activation [{tokens}, {width}], {size_bytes} bytes",
         *(_under_recipe(communicator, *fp8, tokens, size_bytes, dtype) if fp8 else []),
         f"  backend: {backend}",
@@ -89,6 +91,16 @@ def sums_by_torch(communicator: CommOverlap, decision: Decision) -> list[str]:
     if lt_products(device.index or 0) is not None:
         return []
     return ["  sums: by torch, with a copy more: there is no cublasLt, the log says why"]
+
+
+def calls_by_python(communicator: CommOverlap, decision: Decision) -> list[str]:
+    """A line if operations that C could start are started call by call from Python."""
+    channel = communicator.manager.channel
+    if channel is None or channel.device.type != "cuda" or decision.method == "pipeline":
+        return []
+    if tape_maker(channel) is not None:
+        return []
+    return ["  host: calls one by one from Python, which takes the processor longer: no C compiler, the log says why"]
 
 
 def _in_fp8(communicator: CommOverlap, decision: Decision, tokens: int, size_bytes: int, dtype: torch.dtype) -> str:

@@ -8,9 +8,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from tpoverlap import explanation
 from tpoverlap.native import library
 
 pytestmark = pytest.mark.skipif(library.shutil.which("cc") is None, reason="tapes need a C compiler")
@@ -121,3 +125,16 @@ def test_processes_that_compile_at_the_same_time(places: tuple[Path, Path]) -> N
     started = [subprocess.Popen([sys.executable, "-c", work], env={**os.environ}) for _ in range(3)]
     assert [process.wait(60) for process in started] == [0, 0, 0]
     assert len(kept(places[0])) == 1
+
+
+@pytest.mark.parametrize(("maker", "lines"), [(None, 1), (object(), 0)])
+def test_explain_says_so(monkeypatch: pytest.MonkeyPatch, maker: object, lines: int) -> None:
+    def communicator(device: str) -> Any:
+        return SimpleNamespace(manager=SimpleNamespace(channel=SimpleNamespace(device=torch.device(device))))
+
+    monkeypatch.setattr(explanation, "tape_maker", lambda channel: maker)
+    ring: Any = SimpleNamespace(method="ring_exchange")
+    said = explanation.calls_by_python(communicator("cuda"), ring)
+    assert len(said) == lines and all("no C compiler" in line for line in said)
+    assert not explanation.calls_by_python(communicator("cpu"), ring), "Python makes them there anyway"
+    assert not explanation.calls_by_python(SimpleNamespace(manager=SimpleNamespace(channel=None)), ring)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def test_bounds_do_not_depend_on_the_capacity(columns: int, sms: int, one: int, 
 
 def test_bounds_by_hand() -> None:
     # 8192 columns are 32 tiles wide: 132 multiprocessors hold 4.125 rows of tiles a wave
-    assert bucket_bounds(8192, 132, 8192) == (128, 256, 512, 1024, 2048, 4224, 8192)
+    assert bucket_bounds(8192, 132, 8192) == (128, 256, 384, 512, 1024, 2048, 4224, 8192)
     assert bucket_bounds(64, 1, 24) == (24,), "small CPU runs have one bucket"
     assert columns_of(Problem("gather", 1, 10, 20, 2)) == 20 and columns_of(Problem("scatter", 1, 10, 20, 2)) == 10
     assert columns_of(Problem("beside-scatter", 1, 10, 20, 2)) == 10
