@@ -54,6 +54,7 @@ def job(**changes: Any) -> BenchJob:
 # -- a run of the command ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("benches_on_shared_ranks")
 def test_the_command_measures_every_variant(tmp_path: Path) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)

@@ -93,6 +93,7 @@ def check_gemm_row(row: Row) -> None:
     assert row["methods"]["plain sequential"]["of_sequential"]["eager"] == 1.0
 
 
+@pytest.mark.usefixtures("benches_on_shared_ranks")
 def test_fp8_rows_stand_beside_the_others(tmp_path: Path) -> None:
     json_path, plot_path = tmp_path / "b.json", tmp_path / "b.png"
     numbers = ("--numbers", "fp8", "--numbers", "bfloat16")

@@ -22,6 +22,7 @@ Row = dict[str, Any]
 OURS = "copy engine"
 
 
+@pytest.mark.usefixtures("benches_on_shared_ranks")
 @pytest.mark.timeout(110)
 def test_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bulk.json"

@@ -43,6 +43,7 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.usefixtures("trains_on_shared_ranks")
 @pytest.mark.parametrize(
     "method",  # the others are in the conformance suite as well; auto trains in most tests below
     [pytest.param(m, marks=pytest.mark.slow if m != "pipeline" else ()) for m in METHOD_CHOICES],
@@ -59,6 +60,7 @@ def test_every_method_trains_like_the_reference(method: str, tmp_path: Path) -> 
         assert f"--method {method} is not legal for" in result.output
 
 
+@pytest.mark.usefixtures("trains_on_shared_ranks")
 @pytest.mark.parametrize(
     ("style", "mode", "microbatches", "more"),
     [
@@ -84,6 +86,7 @@ def test_layer_styles_and_microbatches_in_flight(
     assert scatters == (mode == "rs_dgrad")
 
 
+@pytest.mark.usefixtures("trains_on_shared_ranks")
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
