@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
-from tpoverlap.gemm.cublaslt import lt_products
+from tpoverlap.gemm.cublaslt import ALIGNMENT_BYTES, lt_products
 from tpoverlap.native import register
 
 Write = Callable[..., bool]
 """`LtProducts.record` for one tape and stream."""
-ALIGNMENT_BYTES: Final = 16
-"""Of the operands of a product on a tape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,9 +11,9 @@ from types import TracebackType
 import torch
 
 from tpoverlap.comm import Exchange
-from tpoverlap.overlap import quick_ring, sequential
+from tpoverlap.overlap import quick_bulk, sequential
 from tpoverlap.overlap.context import OperationContext
-from tpoverlap.overlap.quick_ring import QuickGather
+from tpoverlap.overlap.quick_bulk import QuickGather
 from tpoverlap.overlap.scatter import reduce_blocks
 from tpoverlap.overlap.trade_tapes import OpenTrade
 
@@ -37,7 +37,7 @@ class PendingGather:
         context = self._context
         at_once = context.method == "sequential"
         if self._quickly:
-            open_quickly = sequential.open_quickly if at_once else quick_ring.open_gather
+            open_quickly = sequential.open_quickly if at_once else quick_bulk.open_gather
             self._quick = open_quickly(context, self._x_shard_t)
             if self._quick is not None:
                 return self._quick
@@ -99,7 +99,7 @@ def all_gather(context: OperationContext, x_shard_t: torch.Tensor, work: Work, r
 
 def reduce_scatter(context: OperationContext, partial: torch.Tensor, work: Work, out: torch.Tensor) -> None:
     """Reduce-scatter ``partial`` [T, H] beside ``work``. See `tpoverlap.overlap.registry.scatter_beside`."""
-    if quick_ring.scatter_beside(context, partial, work, out):
+    if quick_bulk.scatter_beside(context, partial, work, out):
         return
     with context.open_scatter() as exchange:
         for step in exchange.steps:

@@ -1,6 +1,6 @@
-"""ring_exchange and bulk on a device in few calls of Python, where nobody looks closer (`tpoverlap.comm.quick_ring`).
+"""ring_exchange on a device in few calls of Python, where nobody looks closer (`tpoverlap.comm.quick_ring`).
 
-What runs when is what `tpoverlap.overlap.ring_exchange` and `bulk` say. A function that returns False has done nothing.
+What runs when is what `tpoverlap.overlap.ring_exchange` says. A function that returns False has done nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tpoverlap.comm.quick_ring import QuickRing, Turn
 from tpoverlap.comm.ring_sheet import Form, groups
 from tpoverlap.comm.transport import DeviceTransport
 from tpoverlap.gemm import PartialGemm, RowGemm
-from tpoverlap.gemm.tasks import ALIGNMENT_BYTES
+from tpoverlap.gemm.cublaslt import ALIGNMENT_BYTES
 from tpoverlap.overlap.context import OperationContext
-from tpoverlap.overlap.ring_tapes import GatherTapes, MoveTapes, ScatterTapes, write_gather, write_moves, write_scatter
+from tpoverlap.overlap.ring_tapes import GatherTapes, ScatterTapes, write_gather, write_scatter
 from tpoverlap.overlap.scatter import sum_blocks
 from tpoverlap.overlap.tapes import Kinds, kinds_of
 from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
@@ -151,7 +151,7 @@ def scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tensor) -> 
             own_partial = summand[own]
             gemm.rows(own.start, own.stop, own_partial, owned=True)
             ring.wait(turn, 0)
-            _add_blocks(ring, epoch, own_partial, out, context.packed_format)
+            add_blocks(ring, epoch, own_partial, out, context.packed_format)
         ring.end(turn)
     except BaseException as error:
         ring.fail(error, turn)
@@ -214,153 +214,16 @@ def _play_scatter(
     whole, after = tapes
     whole.play(*ring.numbers(turn), source, result, *operands)
     if after is not None:
-        _add_blocks(ring, turn[1], summand[plan.own], out, context.packed_format)
+        add_blocks(ring, turn[1], summand[plan.own], out, context.packed_format)
         after.play()
     ring.land(turn)
     return True
 
 
-class QuickGather:
-    """A whole all-gather that is open, see `bulk.PendingGather`. Whoever opened it calls `close`."""
-
-    def __init__(
-        self, ring: QuickRing, turn: Turn, tapes: MoveTapes | None, whole: tuple[int, int], own: torch.Tensor
-    ) -> None:
-        self._ring, self._turn, self._tapes, self._whole, self._own = ring, turn, tapes, whole, own
-        self._waited = False
-
-    def run_beside(self, work: Work) -> None:
-        """An independent GEMM, on the caller's stream."""
-        work()
-
-    def read(self, read_gathered: ReadGathered) -> None:
-        """Call ``read_gathered`` with the gathered [T, H]: a view of the slot, not valid after `close`."""
-        ring, turn = self._ring, self._turn
-        if not self._waited:
-            self._waited = True
-            _await(ring, turn, self._tapes, self._own)
-        read_gathered(ring.region.view(ring.rank, turn[1], 0, self._whole, ring.dtype))
-
-    def close(self, error: BaseException | None) -> None:
-        """The end of the operation; ``error``: it failed."""
-        ring = self._ring
-        try:
-            if error is not None:
-                ring.fail(error, self._turn)
-                return
-            try:
-                if not self._waited:
-                    ring.wait_all(self._turn)  # every peer's operation is compared
-                _end(ring, self._turn, self._tapes)
-            except BaseException as failure:
-                ring.fail(failure, self._turn)
-                raise
-        finally:
-            ring.leave()
-
-
-def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> QuickGather | None:
-    """See `bulk.PendingGather`. None: nothing was done."""
-    ring = _bulk_ring(context, scatter=False)
-    turn = None if ring is None else ring.open()
-    if ring is None or turn is None:
-        return None
-    try:
-        tapes = _push(context, ring, turn, x_shard_t)
-        return QuickGather(ring, turn, tapes, (context.partition.total, context.width), x_shard_t)
-    except BaseException as error:
-        ring.fail(error, turn)
-        ring.leave()
-        raise
-
-
-def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered) -> bool:
-    """See `registry.gather_beside`."""
-    ring = _bulk_ring(context, scatter=False)
-    turn = None if ring is None else ring.open()
-    if ring is None or turn is None:
-        return False
-    try:
-        tapes = _push(context, ring, turn, x_shard_t)
-        work()
-        _await(ring, turn, tapes, x_shard_t)
-        whole = (context.partition.total, context.width)
-        read_gathered(ring.region.view(ring.rank, turn[1], 0, whole, ring.dtype))
-        _end(ring, turn, tapes)
-    except BaseException as error:
-        ring.fail(error, turn)
-        raise
-    finally:
-        ring.leave()
-    return True
-
-
-def scatter_beside(context: OperationContext, partial_sum: torch.Tensor, work: Work, out: torch.Tensor) -> bool:
-    """See `registry.scatter_beside`."""
-    ring = _bulk_ring(context, scatter=True)
-    turn = None if ring is None else ring.open()
-    if ring is None or turn is None:
-        return False
-    try:
-        tapes = _push(context, ring, turn, partial_sum)
-        work()
-        _await(ring, turn, tapes, partial_sum)
-        _add_blocks(ring, turn[1], partial_sum[context.own_rows], out, None)
-        _end(ring, turn, tapes)
-    except BaseException as error:
-        ring.fail(error, turn)
-        raise
-    finally:
-        ring.leave()
-    return True
-
-
-def _push(context: OperationContext, ring: QuickRing, turn: Turn, source: torch.Tensor) -> MoveTapes | None:
-    """Send everything, which is there from the start. The tapes of the rest, if it has some."""
-    plans = context.plans
-    kinds: Kinds | None = plans["moves"] if "moves" in plans else _new_kinds(context, "moves")
-    if kinds is not None and not ring.has_own(turn, source):
-        key = ring.form.scatter, turn[1] % ring.region.depth, turn[0].handle
-        tapes: MoveTapes | None = kinds.get(key)
-        if tapes is None:
-            tapes = kinds.new(key, partial(write_moves, ring, turn))
-        if tapes is not None:
-            assert source.is_contiguous(), "a copy engine moves contiguous bytes"
-            tapes[0].play(*ring.numbers(turn), source.data_ptr())
-            return tapes
-    ring.fill(turn)
-    ring.push(turn, source)
-    return None
-
-
-def _await(ring: QuickRing, turn: Turn, tapes: MoveTapes | None, source: torch.Tensor) -> None:
-    """The caller's stream goes on once everything is here."""
-    if tapes is not None:
-        tapes[1].play(source.data_ptr())
-        return
-    if ring.form.own:
-        ring.copy_own(turn, source)
-    ring.wait_all(turn)
-
-
-def _end(ring: QuickRing, turn: Turn, tapes: MoveTapes | None) -> None:
-    """After the slot's last reader."""
-    if tapes is None:
-        ring.finish(turn)
-    else:
-        tapes[2].play()
-    ring.land(turn)
-
-
-def _new_kinds(context: OperationContext, key: str) -> Kinds | None:
-    found = context.plans[key] = kinds_of(context.channel)
-    return found
-
-
-def _add_blocks(
+def add_blocks(
     ring: QuickRing, epoch: int, own_partial: torch.Tensor, out: torch.Tensor, packed_format: torch.dtype | None
 ) -> None:
-    """`reduce_blocks`."""
+    """`tpoverlap.overlap.scatter.reduce_blocks`, of what arrived in the slot of use ``epoch``."""
     count, width = own_partial.shape
     if count == 0:
         return
@@ -381,27 +244,19 @@ def launch_ring(context: OperationContext, *, scatter: bool) -> QuickRing | None
     """For an operation whose rows a kernel on the caller's stream moves, without a comm stream."""
     plans, key = context.plans, "launch scatter" if scatter else "launch gather"
     if key not in plans:
-        plans[key] = _new_ring(context, None, Form(scatter, "at_once", waits="none"))
-    found: QuickRing | None = plans[key]
-    return found
-
-
-def _bulk_ring(context: OperationContext, *, scatter: bool) -> QuickRing | None:
-    plans, key = context.plans, "bulk scatter" if scatter else "bulk gather"
-    if key not in plans:
-        plans[key] = _new_ring(context, None, Form(scatter, "beside", own=not scatter))
+        plans[key] = new_ring(context, None, Form(scatter, "at_once", waits="none"))
     found: QuickRing | None = plans[key]
     return found
 
 
 def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather | None:
     piece_rows = gather_piece_rows(context.partition, context.width, context.dtype.itemsize)
-    ring = None if context.config.aggregate else _new_ring(context, piece_rows, Form(False, "beside", own, "step"))
+    ring = None if context.config.aggregate else new_ring(context, piece_rows, Form(False, "beside", own, "step"))
     plan = None
     if ring is not None:
         by_piece = None
         if piece_rows is not None:
-            cut = _new_ring(context, piece_rows, ring.form._replace(waits="piece"))
+            cut = new_ring(context, piece_rows, ring.form._replace(waits="piece"))
             by_piece = None if cut is None else RingGather(context, cut, None)
         plan = RingGather(context, ring, by_piece)
     context.plans[key] = plan
@@ -410,19 +265,19 @@ def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather
 
 def _new_scatter(context: OperationContext, row_bytes: int) -> RingScatter | None:
     piece_rows = scatter_piece_rows(context.partition, context.width, context.dtype.itemsize, row_bytes)
-    ring, plan = _new_ring(context, piece_rows, Form(True, "behind")), None
+    ring, plan = new_ring(context, piece_rows, Form(True, "behind")), None
     if ring is not None:
         by_piece = None
         if piece_rows is not None:
-            cut = _new_ring(context, piece_rows, ring.form._replace(waits="piece"))
+            cut = new_ring(context, piece_rows, ring.form._replace(waits="piece"))
             by_piece = None if cut is None else RingScatter(context, cut, None)
         plan = RingScatter(context, ring, by_piece)
     context.plans[row_bytes] = plan
     return plan
 
 
-def _new_ring(context: OperationContext, piece_rows: int | None, form: Form) -> QuickRing | None:
-    """None: the rows are moved by something else, or no batch takes them; an `Exchange` always can."""
+def new_ring(context: OperationContext, piece_rows: int | None, form: Form) -> QuickRing | None:
+    """What moves the rows. None: something else does, or no batch takes them; an `Exchange` always can."""
     channel = context.channel
     if channel is None or not context.config.use_ce or not isinstance(channel.transport, DeviceTransport):
         return None

@@ -9,9 +9,9 @@ from types import MappingProxyType
 import torch
 
 from tpoverlap.gemm import PartialGemm, RowGemm
-from tpoverlap.overlap import bulk, fused, pipeline, quick_ring, ring_exchange, sequential
+from tpoverlap.overlap import bulk, fused, pipeline, quick_bulk, ring_exchange, sequential
 from tpoverlap.overlap.context import OperationContext
-from tpoverlap.overlap.quick_ring import QuickGather
+from tpoverlap.overlap.quick_bulk import QuickGather
 from tpoverlap.overlap.trade_tapes import OpenTrade
 
 Work = Callable[[], object]
@@ -67,7 +67,7 @@ def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work
     """All-gather of [T_r, H] beside ``work``, a GEMM that does not depend on it."""
     channel = context.channel
     if channel is not None and not channel.ranges:
-        quickly = sequential.gather_quickly if context.method == "sequential" else quick_ring.gather_beside
+        quickly = sequential.gather_quickly if context.method == "sequential" else quick_bulk.gather_beside
         if quickly(context, x_shard_t, work, read_gathered):
             return
         opened = _gather(context, x_shard_t, quickly=False)

@@ -20,7 +20,7 @@ import torch
 from tpoverlap.comm.quick_trade import QuickTrade, TradeTurn
 from tpoverlap.comm.word_sheet import NUM_REGISTERS
 from tpoverlap.gemm import PartialGemm, RowGemm
-from tpoverlap.gemm.tasks import ALIGNMENT_BYTES
+from tpoverlap.gemm.cublaslt import ALIGNMENT_BYTES
 from tpoverlap.native import Tape, register
 from tpoverlap.overlap.tapes import Kinds, TapeMaker
 

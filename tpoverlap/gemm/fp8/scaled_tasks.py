@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tpoverlap.gemm.cublaslt import ALIGNMENT_BYTES
 from tpoverlap.gemm.fp8.quantize import SCALE_BYTES, QuantizedTensor, pack_rows
 from tpoverlap.gemm.fp8.scaled_mm import accumulates_fast, scaled_mm
-from tpoverlap.gemm.tasks import ALIGNMENT_BYTES, PartialGemm, RowGemm, Scaling, Write
+from tpoverlap.gemm.tasks import PartialGemm, RowGemm, Scaling, Write
 from tpoverlap.native import register
 
 
