@@ -83,7 +83,7 @@ def fit(start: DeviceModel, observations: Sequence[Observation]) -> Fitted:
     fitted = _search(
         fitted,
         (exchange.latency_us, exchange.gb_s),
-        lambda one, v: replace(one, trade=Rate(v[0], v[1])),
+        lambda one, v: replace(one, trade=Rate(v[0], min(v[1], one.copy.gb_s))),  # no kernel is faster than the link
         [seen for seen in pick("method", "sequential") if _launches(seen) == "traded"],
     )
     fitted = _search(

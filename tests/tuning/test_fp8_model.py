@@ -233,7 +233,7 @@ def test_what_overlap_saves_in_measured_layers() -> None:
             sequential, overlapped = candidates(problem, ("ring_exchange", "bulk"))[:2]
             plain = estimate(device, problem, sequential)
             saved += plain.device_us - estimate(device, problem, overlapped).device_us
-        measured = row["methods"]["no overlap"]["queued_us"] - row["methods"]["auto"]["queued_us"]
+        measured = row["methods"]["no overlap"]["queued_us"] - row["methods"]["ring, bulk"]["queued_us"]
         assert saved == pytest.approx(measured, abs=120.0), row["label"]
         seen += 1
     assert seen == 8

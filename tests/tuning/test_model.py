@@ -80,7 +80,7 @@ def test_methods_follow_their_schedules() -> None:
     assert estimate(TOY, longer, Candidate("fused")).time_us == round(transfer_us(TOY, longer) + 4.0, 1), "copy engine"
     scatter = Problem("scatter", 1024, 1, 256, 2)
     gemm = gemm_time_us(TOY, 512, 1, 256)
-    expected = gemm + chunk_us + 3.0 + 0.25 + 0.5
+    expected = gemm + chunk_us + 3.0 + 0.25  # the launch of the sum is in the step
     assert estimate(TOY, scatter, Candidate("ring_exchange")).time_us == round(expected, 1)
     two = estimate(TOY, scatter, Candidate("pipeline", num_splits=2))
     assert two.time_us > expected - gemm, "both pieces travel, and the second one after its GEMM"

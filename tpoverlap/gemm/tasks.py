@@ -1,7 +1,7 @@
 """GEMMs cut up by whoever schedules them: the task knows the operands, the method decides which part is next.
 
-On the GPU these are cuBLAS calls on the current stream, on the CPU oneDNN or MKL; through torch, but for sums with what
-a peer sent, which torch would copy first (`tpoverlap.gemm.cublaslt`).
+On the GPU these are calls of cublasLt on the current stream (`tpoverlap.gemm.cublaslt`), on the CPU, and where cublasLt
+has nothing, torch's.
 """
 
 from __future__ import annotations
@@ -77,10 +77,7 @@ class RowGemm:
             return
         for matrix, bias, out in zip(self.matrices, self.biases, self.outs, strict=True):
             target = out if count == out.shape[0] else out[start : start + count]  # a view costs as much as a check
-            if bias is None:
-                torch.mm(x, matrix, out=target)
-            else:
-                torch.addmm(bias, x, matrix, out=target)
+            _multiply(x, matrix, target, bias)
 
     @property
     def num_operands(self) -> int:
@@ -197,10 +194,7 @@ class PartialGemm:
             left = self.lefts[0]
             if stop - start != left.shape[0]:
                 left = left[start:stop]
-            if owned and self.bias is not None:
-                torch.addmm(self.bias, left, self.matrices[0], out=out)
-            else:
-                torch.mm(left, self.matrices[0], out=out)
+            _multiply(left, self.matrices[0], out, self.bias if owned else None)
             return
         self._compute(slice(start, stop), slice(0, self.width), out, owned)
 
@@ -286,6 +280,17 @@ class PartialGemm:
             out.addmm_(left[rows], matrix[:, columns])
         if self.addend is not None:
             out.add_(self.addend[rows, columns])
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """``out`` = left @ right (+ bias): by cublasLt where a tape would have it so, so that both give the same bits."""
+    products = lt_products(left.get_device()) if left.is_cuda else None
+    if products is not None and products.multiply(left, right, out, None, bias):
+        return
+    if bias is None:
+        torch.mm(left, right, out=out)
+    else:
+        torch.addmm(bias, left, right, out=out)
 
 
 def weight_grad(output_grad: torch.Tensor, gathered_input: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,9 @@ def reduce_scatter(
 
 def _quickly(context: OperationContext, prepared: Callable[[View], list[Launch]], *, scatter: bool) -> bool:
     """The same in few calls of Python. False: it is out of the ordinary, and nothing was done."""
-    ring = launch_ring(context, scatter=scatter)
+    ring, plans = launch_ring(context, scatter=scatter), context.plans
+    if "launch tapes" not in plans:
+        plans["launch tapes"] = kinds_of(context.channel)  # before the operation: the first one compiles
     turn = None if ring is None else ring.open()
     if ring is None or turn is None:
         return False
@@ -142,8 +144,7 @@ def _quickly(context: OperationContext, prepared: Callable[[View], list[Launch]]
 
 def _play(context: OperationContext, ring: QuickRing, turn: Turn, launches: list[Launch]) -> bool:
     """By tape. False: nothing was done."""
-    plans = context.plans
-    kinds: Kinds | None = plans["launch tapes"] if "launch tapes" in plans else _new_kinds(context)
+    kinds: Kinds | None = context.plans["launch tapes"]
     if kinds is None or ring.is_far_ahead(turn):
         return False
     key = turn[1] % ring.region.depth, turn[0].handle, tuple([id(launch.prepared) for launch in launches])
@@ -171,11 +172,6 @@ def _write(ring: QuickRing, turn: Turn, launches: list[Launch], maker: TapeMaker
     recorder.wait_all(turn)
     recorder.finish(turn)
     return maker.tape(recording, NUM_REGISTERS)
-
-
-def _new_kinds(context: OperationContext) -> Kinds | None:
-    found = context.plans["launch tapes"] = kinds_of(context.channel)
-    return found
 
 
 def _credits_on_the_callers_stream(exchange: OneSidedExchange, channel: Channel | None) -> bool:

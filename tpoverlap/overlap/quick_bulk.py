@@ -118,8 +118,7 @@ def scatter_beside(context: OperationContext, partial_sum: torch.Tensor, work: W
 
 def _push(context: OperationContext, ring: QuickRing, turn: Turn, source: torch.Tensor) -> MoveTapes | None:
     """Send everything, which is there from the start. The tapes of the rest, if it has some."""
-    plans = context.plans
-    kinds: Kinds | None = plans["moves"] if "moves" in plans else _new_kinds(context, "moves")
+    kinds: Kinds | None = context.plans["moves"]
     if kinds is not None and not ring.has_own(turn, source):
         key = ring.form.scatter, turn[1] % ring.region.depth, turn[0].handle
         tapes: MoveTapes | None = kinds.get(key)
@@ -153,14 +152,11 @@ def _end(ring: QuickRing, turn: Turn, tapes: MoveTapes | None) -> None:
     ring.land(turn)
 
 
-def _new_kinds(context: OperationContext, key: str) -> Kinds | None:
-    found = context.plans[key] = kinds_of(context.channel)
-    return found
-
-
 def _bulk_ring(context: OperationContext, *, scatter: bool) -> QuickRing | None:
     plans, key = context.plans, "bulk scatter" if scatter else "bulk gather"
     if key not in plans:
         plans[key] = new_ring(context, None, Form(scatter, "beside", own=not scatter))
+        if "moves" not in plans:
+            plans["moves"] = kinds_of(context.channel)  # before the operation: the first one compiles
     found: QuickRing | None = plans[key]
     return found

@@ -255,8 +255,7 @@ def _ring_gather_us(device: DeviceModel, problem: Problem, aggregate: bool, piec
             share = part if last else parts
             arrived = device.copy.latency_us + (last - 1 + share / parts) * push_us if last else 0.0
             gemm = _part_us(device, problem, -(-rows // parts) if last else rows, problem.features, problem.width)
-            # Flags and events lie behind the arrival: where a GEMM ends later, nobody waits for them.
-            free = max(free, arrived + device.step_us if last else 0.0) + gemm
+            free = max(free, arrived) + gemm + (device.step_us if last else 0.0)
     return free
 
 
@@ -278,10 +277,11 @@ def _ring_scatter_us(device: DeviceModel, problem: Problem, pieces: int) -> floa
     if pieces == 1 or problem.is_packed:  # own rows as a whole, then a sum
         own = _part_us(device, problem, problem.rows_per_rank, problem.width, problem.features)
         own += pack_us(device, problem, problem.rows_per_rank, problem.width)
-        return max(free + own, arrivals[-1] + device.step_us) + _add_us(device, problem)
+        launched = 0.0 if problem.is_packed else device.add.latency_us  # a sum alone: its launch is in the step
+        return max(free + own, arrivals[-1]) + device.step_us + _add_us(device, problem) - launched
     read_us = problem.chunk_bytes / pieces / device.add.gb_s * 1e-3  # what arrived is read by the GEMM's end
     for arrived in arrivals:
-        free = max(free, arrived + device.step_us) + gemm + read_us
+        free = max(free, arrived) + gemm + read_us + device.step_us
     return free
 
 
