@@ -101,15 +101,15 @@ def _one(mgr: tpo.UserBufferManager, partition: TokenPartition, seed: int, featu
     _close(w1.grad, upper[rank].float().t() @ x.float(), f"dw T={total}")
 
 
-def fp8_repeats(rank: int, size: int, config: dict[str, Any], turns: int, tokens: tuple[int, ...]) -> int:
-    """FP8 layers give the same bits from a tape as without one; tapes played."""
+def repeats(rank: int, size: int, config: dict[str, Any], turns: int, tokens: tuple[int, ...], fp8: bool) -> int:
+    """Layers give the same bits from a tape as without one; tapes played."""
     played, real = [0], Tape.play
 
     def play(tape: Tape, *registers: int) -> None:
         played[0] += 1
         real(tape, *registers)
 
-    recipe = tpo.Float8CurrentScaling()
+    recipe = tpo.Float8CurrentScaling() if fp8 else None
     with (
         mock.patch.object(Tape, "play", play),
         tpo.UserBufferManager(

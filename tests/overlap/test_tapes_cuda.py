@@ -36,7 +36,8 @@ def test_results(pool: RankPool, method: str, biased: bool) -> None:
         assert played > 60 or method in ("auto", "fused"), f"{played} tapes"
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("method", ["ring", "sequential"])
-def test_fp8_gives_the_same_bits(pool: RankPool, method: str) -> None:
-    for played in pool.run(functions.fp8_repeats, METHODS[method], 40, (1030, 16, 300), timeout_s=120):
+def test_the_same_bits(pool: RankPool, method: str, fp8: bool) -> None:
+    for played in pool.run(functions.repeats, METHODS[method], 40, (1030, 16, 300), fp8, timeout_s=120):
         assert played > 40, f"{played} tapes"
