@@ -18,6 +18,7 @@ from tpoverlap.errors import TpOverlapError
 from tpoverlap.gemm import PartialGemm
 from tpoverlap.gemm.cublaslt import LtProducts, lt_products, products
 from tpoverlap.gemm.fp8 import scaled_mm
+from tpoverlap.native import Recording
 from tpoverlap.testing.numeric import relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -188,6 +189,22 @@ def test_streams_have_workspaces_of_their_own() -> None:
     by_stream = dict(library.calls[:3])
     assert library.calls[0] == library.calls[2] and len(set(by_stream.values())) == 2
     assert len(lt._workspaces) <= 8
+
+
+def test_what_a_tape_holds_is_used_again() -> None:
+    """Else every tape of a program with many streams would end up with a workspace of its own."""
+    library = Columns()
+    lt, recording = products_by(library), Recording(5)
+    left, right = matrix(1, 16, 32), matrix(2, 32, 24)
+    out = torch.empty(16, 24, dtype=torch.bfloat16)
+    operands = (right.data_ptr(), left.data_ptr(), out.data_ptr(), out.data_ptr())
+    assert lt.record(recording, 40, left, right, out, None, None, operands)
+    held = lt._workspaces[40].address
+    for stream in range(20):  # more than are kept
+        lt._current_stream = lambda index, stream=stream: stream
+        assert lt.multiply(left, right, out)
+    assert 40 not in lt._workspaces and len(lt._held) <= 9, "the last ones, and the tape's"
+    assert lt.record(recording, 40, left, right, out, None, None, operands) and lt._workspaces[40].address == held
 
 
 def test_without_memory_for_a_workspace_torch_multiplies(

@@ -14,6 +14,7 @@ import logging
 from functools import lru_cache
 from threading import Lock
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -37,6 +38,15 @@ _MOST_FAMILIES: Final = 256
 _MOST_STREAMS: Final = 8
 
 
+class _Workspace:
+    """Of one stream: products on it follow one another, so they may share it."""
+
+    __slots__ = ("__weakref__", "address", "memory")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.address = memory, memory.data_ptr()
+
+
 class LtProducts:
     """Products of one device; autograd's threads may ask at the same time as others.
 
@@ -48,7 +58,8 @@ class LtProducts:
     def __init__(self, library: Library, index: int) -> None:
         self._library, self._index = library, index
         self._families: dict[tuple[Any, ...], Family] = {}
-        self._workspaces: dict[int, tuple[torch.Tensor, int]] = {}
+        self._workspaces: dict[int, _Workspace] = {}
+        self._held: WeakValueDictionary[int, _Workspace] = WeakValueDictionary()  # by tapes, too
         self._lock = Lock()
         self._factors = (ctypes.c_float * 2)(1.0, 0.0)
         one = ctypes.addressof(self._factors)
@@ -105,7 +116,7 @@ class LtProducts:
                 left.shape[0],
                 addresses,
                 self._overwrite if addend is None else self._add,
-                workspace[1],
+                workspace.address,
                 stream,
                 bias_address,
                 None if scales is None else (scales[1].data_ptr(), scales[0].data_ptr()),
@@ -149,9 +160,9 @@ class LtProducts:
         pointers = {} if bias is None else {BIAS_POINTER: bias_at}
         if scales is not None:
             pointers |= {A_SCALE_POINTER: scales_at[1], B_SCALE_POINTER: scales_at[0]}
-        recording.keeps.append(workspace[0])
+        recording.keeps.append(workspace)
         factors = self._overwrite if addend is None else self._add
-        fixed.record(recording, operands, factors, workspace[1], stream, pointers)
+        fixed.record(recording, operands, factors, workspace.address, stream, pointers)
         return True
 
     def native(self) -> NativeLibrary:
@@ -175,16 +186,20 @@ class LtProducts:
         self._families[key] = made
         return made
 
-    def _new_workspace(self, stream: int, device: torch.device) -> tuple[torch.Tensor, int] | None:
+    def _new_workspace(self, stream: int, device: torch.device) -> _Workspace | None:
         """None: there is no memory for it. Said each time: torch, which does it then, may run out of it as well."""
         if len(self._workspaces) >= _MOST_STREAMS:
             self._workspaces.clear()  # torch hands the memory to what comes later on the same streams only
+        held = self._held.get(stream)
+        if held is not None:
+            self._workspaces[stream] = held
+            return held
         try:
             memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
             logger.warning("%s: no %d bytes of workspace for cublasLt: torch multiplies", device, WORKSPACE_BYTES)
             return None
-        found = self._workspaces[stream] = (memory, memory.data_ptr())
+        found = self._workspaces[stream] = self._held[stream] = _Workspace(memory)
         return found
 
 
