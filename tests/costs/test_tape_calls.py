@@ -12,15 +12,15 @@ from tests.costs import tape_call_ranks
 from tpoverlap.testing import RankPool
 
 PYTHON = {
-    "ring all-gather": 51,
-    "ring all-gather, read": 55,
-    "ring reduce-scatter": 55,
-    "bulk all-gather": 60,
-    "bulk reduce-scatter": 63,
-    "sequential all-gather": 55,
-    "sequential reduce-scatter": 52,
-    "fused all-gather": 41,
-    "fused reduce-scatter": 42,
+    "ring all-gather": 44,
+    "ring all-gather, read": 48,
+    "ring reduce-scatter": 48,
+    "bulk all-gather": 58,
+    "bulk reduce-scatter": 61,
+    "sequential all-gather": 48,
+    "sequential reduce-scatter": 45,
+    "fused all-gather": 39,
+    "fused reduce-scatter": 40,
 }
 """Upper bounds of Python calls at R = 2 and one piece, all checks, torch's own Python and GEMMs beside it included."""
 
