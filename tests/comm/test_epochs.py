@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpoverlap.comm.descriptor import Descriptor, describe, digest64, operation_id, sequence_matches
+from tpoverlap.comm.descriptor import Descriptor, describe, digest64, operation_id, sequence_matches, text_hash
 from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
 from tpoverlap.comm.epochs import reached, wrap32
+from tpoverlap.comm.outline import Outline
 from tpoverlap.errors import PeerTimeoutError, RankMismatchError
 from tpoverlap.tokens import TokenPartition
 
@@ -150,3 +152,14 @@ def test_diagnosis_of_a_peer_that_gave_up() -> None:
     assert isinstance(diagnosis.gave_up(2, AbortReason.MISMATCH.word(5), "qkv ag"), RankMismatchError)
     late = diagnosis.late(1, 7.25, "qkv ag, step 1")
     assert "waited 7.2 s for rank 1: qkv ag, step 1" in str(late) and "timeout_s=7" in str(late)
+
+
+@given(st.integers(1, 1 << 40), st.integers(0, 9), st.integers(0, 1 << 33))
+def test_an_outlines_descriptor(sequence: int, region: int, epoch: int) -> None:
+    """Made without `Descriptor`'s own work, and the same."""
+    partition, label = TokenPartition.from_counts([5, 0, 7]), "fc1_fprop all-gather ring_exchange"
+    made = Outline(label, partition, torch.bfloat16, 11).descriptor(sequence, region, epoch)
+    parts = (partition.hash64, text_hash("torch.bfloat16"), text_hash(label), 11, region, epoch)
+    wanted = Descriptor(sequence, label, 12, digest64(*parts))
+    for name in Descriptor.__slots__:
+        assert getattr(made, name) == getattr(wanted, name), name

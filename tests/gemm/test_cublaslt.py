@@ -179,6 +179,16 @@ def test_a_refusal_is_an_error() -> None:
         lt.multiply(matrix(1, 16, 48), matrix(2, 24, 48).t(), torch.empty(16, 24, dtype=torch.bfloat16))
 
 
+def test_no_bias_under_scales_in_float32() -> None:
+    """The library has no such epilogue: torch adds it."""
+    lt, scales = products_by(Columns()), (torch.tensor([[2.0]]), torch.tensor([[0.5]]))
+    left, right, bias = matrix(1, 16, 48).to(E4M3), matrix(2, 24, 48).to(E4M3).t(), torch.ones(24)
+    out = torch.empty(16, 24)
+    assert lt.multiply(left, right, out, scales=scales)
+    assert not lt.multiply(left, right, out, bias=bias, scales=scales)
+    assert lt.multiply(left, right, out.bfloat16(), bias=bias.bfloat16(), scales=scales)
+
+
 def test_streams_have_workspaces_of_their_own() -> None:
     library = Columns()
     lt, left, weight = products_by(library), matrix(1, 16, 48), matrix(2, 24, 48)

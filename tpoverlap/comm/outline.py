@@ -49,14 +49,13 @@ class Outline:
         self._parts = partition.hash64, text_hash(str(dtype)), text_hash(label), detail
         self._record = Descriptor(0, label, partition.total, 0).record
 
-    def digest(self, region: int, epoch: int) -> int:
-        """64 bits of everything that ranks compare, for use number ``epoch`` of the region with that index."""
-        return hash((*self._parts, region, epoch)) & MASK64  # `digest64`, without the call
-
     def descriptor(self, sequence: int, region: int, epoch: int) -> Descriptor:
-        """Of one operation: its number among this rank's, and its use of the region with that index."""
+        """Of one operation: its number among this rank's, and its use of the region with that index.
+
+        The digest is 64 bits of everything that ranks compare.
+        """
         made = Descriptor.__new__(Descriptor)  # without the call of a function that works out the record again
         made.sequence, made.label, made.num_tokens = sequence, self.label, self.partition.total
-        made.digest = hash((*self._parts, region, epoch)) & MASK64
+        made.digest = hash((*self._parts, region, epoch)) & MASK64  # `digest64`, without the call
         made.record = (sequence & MASK16) << 48 | self._record
         return made

@@ -96,10 +96,7 @@ class QuickTrade(QuickOperation):
                 multiply(whole, 0)
             if read is not None:
                 read(whole)
-            words, sheet = self._words.handle, self._ends[epoch % region.depth]
-            sheet.fill(epoch & MASK, 0, 0, 0, 0, end.address, end.value)
-            self._follow(words, stream)
-            self._submit(words, sheet.batch)
+            self.finish((caller, epoch, flight, slot, end))
             self._land(epoch, flight, end)
         except BaseException as error:
             self._fail_claimed(error, claimed, caller)

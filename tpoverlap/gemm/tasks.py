@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -258,7 +259,13 @@ class PartialGemm:
             return False
         bias = self.bias if owned else None
         operands = (register(first + 1), register(first, offset), added, out_at)
-        return write(left[rows[0] : rows[1]], self.matrices[0], out, received, bias, operands, register(first + 2))
+        more = self._record_more(first + 3, out)
+        part = left[rows[0] : rows[1]]
+        return write(part, self.matrices[0], out, received, bias, operands, register(first + 2), **more)
+
+    def _record_more(self, first: int, out: torch.Tensor) -> dict[str, Any]:
+        """What `LtProducts.record` is told beside that; ``first``: the register behind the bias'."""
+        return {}
 
     def columns(self, start: int, stop: int, out: torch.Tensor, owned_rows: slice) -> None:
         """Columns [start, stop) of all rows into ``out`` [T, stop - start]; the bias goes to ``owned_rows``."""

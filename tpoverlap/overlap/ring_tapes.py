@@ -12,21 +12,18 @@ reduce-scatter: 7, 8  the partial sums, the result; from 9 on `PartialGemm.opera
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from tpoverlap.comm.quick_ring import QuickRing, Turn
-from tpoverlap.comm.word_sheet import NUM_REGISTERS
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.native import Tape, register
-from tpoverlap.overlap.tapes import TapeMaker
+from tpoverlap.overlap.tapes import RESULT, SOURCE, TapeMaker
 
 if TYPE_CHECKING:
     from tpoverlap.overlap.quick_ring import RingGather, RingScatter
 
-_SOURCE: Final = NUM_REGISTERS
-_RESULT: Final = _SOURCE + 1
 GatherTapes = tuple[Tape, Tape | None]
 """Everything; or, for gathered rows that are read, what comes before the reader and what comes after it."""
 ScatterTapes = tuple[Tape, Tape | None]
@@ -40,12 +37,12 @@ def write_gather(
     plan: RingGather, turn: Turn, x_shard_t: torch.Tensor, gemm: RowGemm, reads: bool, maker: TapeMaker
 ) -> GatherTapes | None:
     """None: a product is not one of cublasLt's."""
-    if maker.products is None or not maker.has_room(_SOURCE + 1, gemm):
+    if maker.products is None or not maker.has_room(SOURCE + 1, gemm):
         return None
     recording = maker.recording()
     ring, region, epoch = plan.ring.recorder(recording), plan.ring.region, turn[1]
     write = partial(maker.products.record, recording, turn[0].handle)
-    own, operands = register(_SOURCE), _SOURCE + 1
+    own, operands = register(SOURCE), SOURCE + 1
     recording.patch(turn[3].sheet.patches)
     ring.push_from(turn, own)
     if not gemm.record(write, x_shard_t, own, plan.own_start, operands):
@@ -79,15 +76,15 @@ def write_scatter(
     recording = maker.recording()
     ring = plan.ring.recorder(recording)
     write = partial(maker.products.record, recording, turn[0].handle)
-    row_bytes, operands = summand.shape[1] * summand.element_size(), _RESULT + 1
+    row_bytes, operands = summand.shape[1] * summand.element_size(), RESULT + 1
     recording.patch(turn[3].sheet.patches)
     if turn[3].sheet.start is not None:
         ring.start(turn)
     for number, (start, stop) in enumerate(plan.rows):
-        target = register(_SOURCE, start * row_bytes)
+        target = register(SOURCE, start * row_bytes)
         if start < stop and not gemm.record(write, (start, stop), summand[start:stop], target, operands):
             return None
-        ring.send(turn, number, register(_SOURCE))
+        ring.send(turn, number, register(SOURCE))
     num_registers = operands + gemm.num_operands
     if ring.form.waits == "piece":
         for group, pieces in enumerate(plan.pieces):
@@ -95,13 +92,13 @@ def write_scatter(
             for first, start, stop in pieces:
                 received = ring.region.view(ring.rank, turn[1], first, (stop - start, out.shape[1]), ring.dtype)
                 begin = start - plan.own.start
-                result, target = out[begin : stop - plan.own.start], register(_RESULT, begin * row_bytes)
+                result, target = out[begin : stop - plan.own.start], register(RESULT, begin * row_bytes)
                 if not gemm.record(write, (start, stop), result, target, operands, received, owned=True):
                     return None
         ring.finish(turn)
         return maker.tape(recording, num_registers), None
     own = plan.own
-    target = register(_SOURCE, own.start * row_bytes)
+    target = register(SOURCE, own.start * row_bytes)
     if own.start < own.stop and not gemm.record(
         write, (own.start, own.stop), summand[own], target, operands, owned=True
     ):
@@ -117,10 +114,10 @@ def write_moves(ring: QuickRing, turn: Turn, maker: TapeMaker) -> MoveTapes:
     recordings = [maker.recording() for _ in range(3)]
     start, waits, end = (ring.recorder(recording) for recording in recordings)
     recordings[0].patch(turn[3].sheet.patches)
-    start.push_from(turn, register(_SOURCE))
+    start.push_from(turn, register(SOURCE))
     if ring.form.own:
         waits.copy_own_from(turn, register(0))
     waits.wait_all(turn)
     end.finish(turn)
     first, second, third = recordings
-    return maker.tape(first, _SOURCE + 1), maker.tape(second, 1), maker.tape(third, 0)
+    return maker.tape(first, SOURCE + 1), maker.tape(second, 1), maker.tape(third, 0)

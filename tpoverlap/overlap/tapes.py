@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from tpoverlap.comm import Channel
 from tpoverlap.comm.transport import DeviceTransport
+from tpoverlap.comm.word_sheet import NUM_REGISTERS
 from tpoverlap.gemm import RowGemm
 from tpoverlap.gemm.cublaslt import LtProducts, lt_products
 from tpoverlap.gemm.cublaslt.library import product_failed
@@ -21,6 +22,10 @@ from tpoverlap.memory.driver import NativeDriver
 from tpoverlap.native import MOST_REGISTERS, PRODUCT_CALLS, NativeCalls, Player, Recording, Tape, player
 
 logger = logging.getLogger("tpoverlap")
+SOURCE: Final = NUM_REGISTERS
+"""The register behind an operation's numbers: what is sent, own rows [T_r, H] or partial sums [T, N]."""
+RESULT: Final = SOURCE + 1
+"""A reduce-scatter's: where the result [T_r, N] goes. Operands of the GEMM follow the last of these."""
 SEEN_BEFORE: Final = 2
 """Operations of one kind before the one that writes its tape."""
 _MOST_KINDS: Final = 64

@@ -1,12 +1,6 @@
-"""Tapes of `sequential` for few rows: the exchange kernel and the GEMM before or after it (see `ring_tapes`).
+"""Tapes of `sequential` for few rows: the exchange kernel and the GEMM before or after it.
 
-====================  ==========================================================================================
-registers             what they hold
-====================  ==========================================================================================
-0 to 6                `tpoverlap.comm.quick_trade.QuickTrade.numbers`
-all-gather: 7         own rows; from 8 on `RowGemm.operands`
-reduce-scatter: 7, 8  the partial sums, the result; from 9 on `PartialGemm.operands`
-====================  ==========================================================================================
+Registers hold what they hold in `ring_tapes`, the first seven `tpoverlap.comm.quick_trade.QuickTrade.numbers`.
 """
 
 from __future__ import annotations
@@ -18,16 +12,13 @@ from typing import Final
 import torch
 
 from tpoverlap.comm.quick_trade import QuickTrade, TradeTurn
-from tpoverlap.comm.word_sheet import NUM_REGISTERS
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.gemm.cublaslt import ALIGNMENT_BYTES
 from tpoverlap.native import Tape, register
-from tpoverlap.overlap.tapes import Kinds, TapeMaker
+from tpoverlap.overlap.tapes import RESULT, SOURCE, Kinds, TapeMaker
 
 ReadGathered = Callable[[torch.Tensor], None]
-_SOURCE: Final = NUM_REGISTERS
-_RESULT: Final = _SOURCE + 1
-_BIAS: Final = _RESULT + 3
+_BIAS: Final = RESULT + 3
 """The last of `PartialGemm.operands`."""
 
 
@@ -62,16 +53,16 @@ def play_gather(
 def _write_gather(
     quick: QuickTrade, turn: TradeTurn, own: torch.Tensor, gemm: RowGemm, reads: bool, maker: TapeMaker
 ) -> tuple[Tape, Tape | None] | None:
-    if maker.products is None or not maker.has_room(_SOURCE + 1, gemm):
+    if maker.products is None or not maker.has_room(SOURCE + 1, gemm):
         return None
-    recording, own_at = maker.recording(), register(_SOURCE)
+    recording, own_at = maker.recording(), register(SOURCE)
     whole = quick.gathered(turn)
     write = partial(maker.products.record, recording, turn[0].handle)
     if not quick.record_gather(recording, turn, own, own_at):
         return None
-    if not gemm.record(write, whole, whole.data_ptr(), 0, _SOURCE + 1):
+    if not gemm.record(write, whole, whole.data_ptr(), 0, SOURCE + 1):
         return None
-    before, num_registers = recording, _SOURCE + 1 + gemm.num_operands
+    before, num_registers = recording, SOURCE + 1 + gemm.num_operands
     if reads:
         recording = maker.recording()
     quick.record_end(recording, turn)
@@ -141,10 +132,10 @@ def open_gather(quick: QuickTrade, kinds: Kinds | None, own: torch.Tensor) -> Op
 
 def _write_open(quick: QuickTrade, turn: TradeTurn, own: torch.Tensor, maker: TapeMaker) -> tuple[Tape, Tape] | None:
     start, end = maker.recording(), maker.recording()
-    if not quick.record_gather(start, turn, own, register(_SOURCE)):
+    if not quick.record_gather(start, turn, own, register(SOURCE)):
         return None
     quick.record_end(end, turn)
-    return maker.tape(start, _SOURCE + 1), maker.tape(end, 0)
+    return maker.tape(start, SOURCE + 1), maker.tape(end, 0)
 
 
 def play_add(
@@ -184,10 +175,10 @@ def _write_add(
         if maker.products is None:
             return None
         write = partial(maker.products.record, recording, turn[0].handle)
-        if total and not gemm.record(write, (0, total), summands, register(_SOURCE), _RESULT + 1):
+        if total and not gemm.record(write, (0, total), summands, register(SOURCE), RESULT + 1):
             return None
         bias, num_operands = gemm.bias, gemm.num_operands
-    places = register(_SOURCE), register(_RESULT), 0 if bias is None else register(_BIAS)
+    places = register(SOURCE), register(RESULT), 0 if bias is None else register(_BIAS)
     if not quick.record_add(recording, turn, summands, bias, out, places):
         return None
-    return maker.tape(recording, _RESULT + 1 + num_operands)
+    return maker.tape(recording, RESULT + 1 + num_operands)

@@ -64,7 +64,7 @@ def scaled_mm(
         return
     rowwise = left_scale.numel() != 1 or right_scale.numel() != 1
     fast = accumulates_fast(out.dtype, is_rowwise=rowwise, wanted=fast_accumulation)
-    if not rowwise and (bias is None or out.dtype != torch.float32):
+    if not rowwise:
         products = lt_products(left.get_device())
         scales = left_scale, right_scale
         if products is not None and products.multiply(left, right, out, addend, bias, scales, fast=fast):

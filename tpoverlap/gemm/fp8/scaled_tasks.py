@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -88,7 +89,7 @@ class ScaledRowGemm(RowGemm):
         x8, scale_at, place = x.view(self.x_format), register(first), first + 1
         for weight, matrix, bias, out in zip(self.weights, self.matrices, self.biases, self.outs, strict=True):
             offset = start * out.shape[1] * out.element_size()
-            if (x_at | offset) % ALIGNMENT_BYTES or (bias is not None and out.dtype == torch.float32):
+            if (x_at | offset) % ALIGNMENT_BYTES:
                 return False
             out_at = register(place + 1, offset)
             written = write(
@@ -170,30 +171,12 @@ class ScaledPartialGemm(PartialGemm):
         kind = matrix.shape, matrix.dtype, data.dtype, data.stride(), bias is None, self.fast_accumulation
         return kind, [first, second, third, left.scale.data_ptr(), weight.scale.data_ptr()]
 
-    def record(
-        self,
-        write: Write,
-        rows: tuple[int, int],
-        out: torch.Tensor,
-        out_at: int,
-        first: int,
-        received: torch.Tensor | None = None,
-        *,
-        owned: bool = False,
-    ) -> bool:
-        """As `PartialGemm.record`."""
+    def _record_more(self, first: int, out: torch.Tensor) -> dict[str, Any]:
         left, weight = self.terms[0]
-        data, bias = self.lefts[0], self.bias if owned else None
-        offset = rows[0] * data.stride(0)
-        added = out_at if received is None else received.data_ptr()
-        if (offset | out_at | added) % ALIGNMENT_BYTES or (bias is not None and out.dtype == torch.float32):
-            return False
-        return write(
-            data[rows[0] : rows[1]], self.matrices[0], out, received, bias,
-            (register(first + 1), register(first, offset), added, out_at), register(first + 2),
-            (left.scale, weight.scale), (register(first + 3), register(first + 4)),
-            fast=accumulates_fast(out.dtype, is_rowwise=False, wanted=self.fast_accumulation),
-        )  # fmt: skip
+        fast = accumulates_fast(out.dtype, is_rowwise=False, wanted=self.fast_accumulation)
+        return {
+            "scales": (left.scale, weight.scale), "scales_at": (register(first), register(first + 1)), "fast": fast
+        }  # fmt: skip
 
     @property
     def dtype(self) -> torch.dtype:
