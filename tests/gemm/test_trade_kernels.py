@@ -31,6 +31,9 @@ def test_compiled_for_hopper(run_module: Callable[..., str], kernel: str) -> Non
         assert found["wide_stores"] and found["wide_loads"], "16-byte vectors"
         assert found["acquires32"] and found["pairs"], found
         assert found["counted_after_barrier"], "one thread counts what all threads have stored"
+        if kernel == "trade_scatter":
+            assert found["first_flag_after"] == "bar.sync", "the same of a flag"
+            assert found["counts"] == 1 and found["fences"] == 1, "parts have flags; all words of the end, one release"
         assert found["publishes"] == ranks, "record with release order, digest before it"
 
 
@@ -61,6 +64,8 @@ def main(name: str, ranks: int) -> None:
     ptx: str = binary.asm["ptx"]
     layout = packed_layout(kernel, binary)
     order = re.findall(r"bar\.sync|st\.global|\.acq_rel\.add", ptx)
+    flag = re.findall(r"bar\.sync|st\.global|release[\w.]*\.exch\.b32", ptx)
+    before = flag[: next(index for index, what in enumerate(flag) if what.endswith("b32"))]
     counts = [index for index, what in enumerate(order) if what == ".acq_rel.add"]
     print(
         json.dumps(
@@ -74,7 +79,9 @@ def main(name: str, ranks: int) -> None:
                 "acquires32": ptx.count("ld.acquire.sys.global.b32"),
                 "pairs": ptx.count("ld.relaxed.sys.global.v2.b64"),
                 "publishes": ptx.count("release.exch.b64"),
-                "flags": ptx.count("release.exch.b32"),
+                "first_flag_after": before[-1],
+                "counts": len(counts),
+                "fences": ptx.count("fence.acq_rel.sys"),
                 "waits_for_the_kernel_ahead": ptx.count("griddepcontrol.wait"),
                 "counted_after_barrier": bool(counts) and all(order[index - 1] == "bar.sync" for index in counts),
             }

@@ -9,7 +9,7 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tpoverlap.gemm.triton.gates import TradeSlot
 from tpoverlap.gemm.triton.trade_launcher import TradeLauncher
 
 FLAGS, RING_BYTES, RANKS, RANK = 64, 1024, 3, 1
-DEPTH = 2
+DEPTH, PARTS = 2, 3
 EPOCHS = (3, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1)
 """Around both ends of a signed and of an unsigned word; 1 after a wrap."""
 NAN = float("nan")
@@ -60,9 +60,13 @@ class Ranks:
         self.descriptors[RANK][first + 1] = _signed64(digest)
         self.descriptors[RANK][first] = _signed64(record)
 
-    def sees(self, source: int, epoch: int) -> bool:
+    def sees(self, source: int, epoch: int, piece: int = 0) -> bool:
         """Whether this rank's arrival flag of ``epoch`` is at rank ``source``."""
-        return int(self.arrivals[source][FLAGS * RANK]) == _signed32(epoch)
+        return int(self.arrivals[source][FLAGS * RANK + piece]) == _signed32(epoch)
+
+    def sees_parts(self, source: int, epoch: int) -> bool:
+        """Whether all flags of parts are."""
+        return all(self.sees(source, epoch, 1 + part) for part in range(PARTS))
 
 
 def _signed32(value: int) -> int:
@@ -116,9 +120,13 @@ def gathers() -> None:
 
 
 def scatters() -> None:
-    """The same of a reduce-scatter: sums in rank order, the credits and the host's word after the last read."""
+    """The same of a reduce-scatter: sums in rank order, the credits and the host's word after the last read.
+
+    A peer sets flags of parts, another one that of the whole only. Where addresses are not aligned this rank does, too,
+    and before it waits for anything.
+    """
     counts, width, entry = (2, 3, 1), 2048, 0  # each program has something to add
-    for number, epoch in enumerate(EPOCHS):
+    for number, (epoch, aligned) in enumerate([*((epoch, True) for epoch in EPOCHS), (EPOCHS[0], False)]):
         dtype = (torch.float32, torch.float16)[number % 2]
         generator = torch.Generator().manual_seed(number)
         partials = torch.randn(6, width, generator=generator).to(dtype)
@@ -131,20 +139,28 @@ def scatters() -> None:
         out = torch.full((3, width), NAN, dtype=dtype)
         log: list[str] = []
 
-        def others(ranks: Ranks = ranks, epoch: int = epoch, partials: Any = partials, sent: Any = sent) -> None:
-            _until(lambda: ranks.told(0, RANK, entry) == ranks.told(2, RANK, entry) == [5, 6])
+        def others(
+            ranks: Ranks = ranks,
+            epoch: int = epoch,
+            aligned: bool = aligned,
+            partials: Any = partials,
+            sent: Any = sent,
+        ) -> None:
             time.sleep(0.05)
             assert bool((ranks.data[0] == 0xFF).all() and (ranks.data[2] == 0xFF).all()), "rows without a credit"
+            assert not any(ranks.sees(peer, epoch, piece) for peer in (0, 2) for piece in range(1 + PARTS))
             for peer in (0, 2):
                 ranks.credits[RANK][peer] = _signed32(epoch - DEPTH)
-            _until(lambda: ranks.sees(0, epoch) and ranks.sees(2, epoch))
+            sees = ranks.sees_parts if aligned else ranks.sees
+            _until(lambda: sees(0, epoch) and sees(2, epoch))
             dtype = partials.dtype
             assert torch.equal(ranks.data[0].view(dtype)[: 2 * width].view(2, width), partials[:2]), "block 0 of rank 0"
             assert torch.equal(ranks.data[2].view(dtype)[width : 2 * width], partials[5]), "block 1 of rank 2"
-            block = 3 * width * dtype.itemsize
+            _until(lambda: ranks.told(0, RANK, entry) == ranks.told(2, RANK, entry) == [5, 6])
+            block, pieces = 3 * width * dtype.itemsize, range(1, 1 + PARTS) if aligned else (0,)
             late = [
                 lambda: ranks.tell(2, entry, 5, 6),
-                lambda: _put(ranks, 2, ranks.slot.data[RANK] + block, sent[1], epoch),
+                lambda: _put(ranks, 2, ranks.slot.data[RANK] + block, sent[1], epoch, pieces),
                 lambda: ranks.tell(0, entry, 5, 6),
                 lambda: _put(ranks, 0, ranks.slot.data[RANK], sent[0], epoch),
             ]
@@ -156,8 +172,9 @@ def scatters() -> None:
                 act()
             _until(lambda: ranks.done.tolist() == [9])
             assert not torch.isnan(out).any(), "the host was told before the last sum"  # noqa: B023
+            assert ranks.sees(0, epoch) and ranks.sees(2, epoch), "who knows of no parts waits for the whole"
 
-        trade = launcher.scatter(counts, width, dtype, ranks.slot, True, bias is not None, 0)
+        trade = launcher.scatter(counts, width, dtype, ranks.slot, aligned, bias is not None, 0)
         _beside(others, trade, log, partials.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
                         epoch, 5, 6, entry, ranks.done.data_ptr(), 9, 1)  # fmt: skip
         own = partials[2:5] if bias is None else partials[2:5] + bias
@@ -220,10 +237,11 @@ def gives_up_partly() -> None:
         _counters_are_zero(launcher)
 
 
-def _put(ranks: Ranks, source: int, address: int, rows: torch.Tensor, epoch: int) -> None:
-    """Rows of ``source``, then its flag."""
+def _put(ranks: Ranks, source: int, address: int, rows: torch.Tensor, epoch: int, pieces: Sequence[int] = (0,)) -> None:
+    """Rows of ``source``, then its flags."""
     ctypes.memmove(address, rows.data_ptr(), rows.nbytes)
-    ranks.arrivals[RANK][FLAGS * source] = _signed32(epoch)
+    for piece in pieces:
+        ranks.arrivals[RANK][FLAGS * source + piece] = _signed32(epoch)
 
 
 def _until(reached: Callable[[], bool]) -> None:

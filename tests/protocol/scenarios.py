@@ -216,7 +216,7 @@ BROKEN_RULES = [
     Scenario("u, reduce-scatter", Config(ops="M", broken=("early_refresh",)), expect="uses what"),
     Scenario("b in one launch", Config(ops="LLL", device=True, depth=1, credit_lag=2), expect="overwrites data"),
     Scenario("v", Config(ops="K", pieces=(2,), broken=("first_flags",)), expect="reads"),
-    Scenario("v, reduce-scatter", Config(ops="N", pieces=(2,), device=True, broken=("first_flags",)), expect="reads"),
+    Scenario("z", Config(ops="N", pieces=(2,), device=True, broken=("part_flag_first",)), expect="reads"),
     Scenario("w", Config(ops="NNN", depth=1, pieces=(2,), broken=("first_credits",)), expect="overwrites data"),
     _words("b", ops="LAL", depth=1, broken=("no_credit_wait",), rowless=0, expect="overwrites data"),
     _words("c", ops="AAA", depth=1, broken=("credit_before_read",), expect="overwrites data"),

@@ -109,7 +109,7 @@ def trade_gather(
         arrivals, credits, descriptors: what peers write here, of rank 0; the next rank's are ``flags_bytes``, 4 and
             ``ring_bytes`` further.
         counters: address of an int32, 0 before the launch and after it: parts that are copied.
-        limit, error: see `wait_for_words`.
+        limit, error: see `wait_for_word`.
         data0 ..: the slot on each rank. flag0 ..: this rank's arrival flag there. told0 ..: its descriptors there.
     """
     if AHEAD:

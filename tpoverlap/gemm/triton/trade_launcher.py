@@ -214,9 +214,11 @@ class TradeLauncher:
         groups_a_row, peers = width // multiple, len(counts) - 1
         own, most = counts[rank], max(counts)
         parts = max(1, min(TRADING_PROGRAMS // peers, most * row_bytes // _LEAST_PART_BYTES))
-        programs = max(parts * peers, min(SUMMING_PROGRAMS, own * row_bytes // _LEAST_SUM_BYTES))
+        # One program more than parts: it has nothing to send, and publishes.
+        programs = max(parts * peers + 1, min(SUMMING_PROGRAMS, own * row_bytes // _LEAST_SUM_BYTES))
         if self._driver is None:
             parts = programs = _INTERPRETED_PROGRAMS
+        assert 4 * (parts + 2) <= slot.flags_bytes, "each part has a flag, and so have the whole and what is computed"
         blocks = [
             data + (rank if rank < owner else rank - 1) * count * row_bytes
             for owner, (data, count) in enumerate(zip(slot.data, counts, strict=True))

@@ -2,17 +2,26 @@
 
 ::
 
-    each program:       take the next part of the peers' rows; the first part's program also publishes the descriptor
-                        wait for that peer's credit                                             written by: the peer
-                        copy the part into the peer's slot; take another part; ...
-                        count the parts that were copied
-    who counts last:    arrival flag at every peer (release)                                    written by: this rank
-    each program:       wait for every peer's descriptor to be equal, and for its arrival flag  written by: the peer
-                        add its share of own rows in rank order, in float32; round once; count itself
-    who counts last:    credit to every peer, then the word that tells the host                 written by: this rank
+    each program:       load its share of own rows
+                        take the next part of the peers' rows; wait for that peer's credit      written by: the peer
+                        copy the part into the peer's slot, then set the part's flag there      written by: this rank
+                        take another part; ...
+    who finds none      publish the descriptor                                                  written by: this rank
+    left first:
+    each program:       wait for every peer's descriptor to be equal, and for its flags of the
+                        parts that this program's share is in                                   written by: the peer
+                        add its share in rank order, in float32; round once; count itself
+    who counts last:    arrival flag of the whole, and credit, to every peer; then the word that
+                        tells the host                                                          written by: this rank
 
 Parts are handed out by a counter, not by the program's number: all of them are taken by programs that run, before one
 of these waits for a peer's rows. The waits are bounded; a sum of something that never came is NaN.
+
+Flags: piece 0 of a slot's arrival flags stands for all of a rank's rows, as everywhere; pieces 1 to ``parts`` for one
+part each, so nobody waits until the slowest program has sent, or for a counter. Ranks need not agree on who sets those
+of parts: whoever waits for one takes piece 0 instead. Addresses that are no multiples of 16 bytes are cut at other
+places (MULTIPLE is 1): then there are no flags of parts, a counter of parts says when piece 0 may be set, and that is
+before anything is added. So nobody waits for a flag that is set behind a wait for one's own.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -22,7 +31,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from tpoverlap.gemm.triton.words import GIVEN_UP, set_pair, set_word, wait_for_pair, wait_for_words
+from tpoverlap.gemm.triton.words import (
+    GIVEN_UP,
+    fence_system,
+    put_word,
+    set_pair,
+    set_word,
+    wait_for_pair,
+    wait_for_word,
+)
 
 
 @triton.jit(
@@ -121,8 +138,8 @@ def trade_scatter(
         count0 ..: groups of each rank's rows.
         data0 ..: this rank's block in the slot of each rank.
         credit0 ..: this rank's credit on each rank.
-        counters: address of three int32, 0 before the launch and after it: the next part, parts that are copied,
-            programs that are through.
+        counters: address of three int32, 0 before the launch and after it: the next part, parts that are copied where
+            they have no flags, programs that are through.
         The rest is as in `trade_gather`.
     """
     if AHEAD:
@@ -132,19 +149,27 @@ def trade_scatter(
     flags = (flag0, flag1, flag2, flag3, flag4, flag5, flag6, flag7)
     tolds = (told0, told1, told2, told3, told4, told5, told6, told7)
     grants = (credit0, credit1, credit2, credit3, credit4, credit5, credit6, credit7)
+    PARTWISE: tl.constexpr = MULTIPLE > 1
     ticket = counters.to(tl.pointer_type(tl.int32))
     partials = source.to(tl.int64).to(tl.pointer_type(DTYPE))  # the interpreter takes a small number for 32 bits
     if MULTIPLE > 1:
         partials = tl.multiple_of(partials, 16)
     given_up = tl.full((), 0, tl.int32)
-    taken = tl.full((), 0, tl.int32)
     stamp = epoch.to(tl.int32)
+    own_start = tl.full((), 0, tl.int64)
+    own_count = tl.full((), 0, tl.int64)
+    for peer in tl.static_range(NUM_RANKS):
+        own_start += tl.where(peer < rank, counts[peer], 0)
+        own_count = tl.where(peer == rank, counts[peer], own_count)
+    share = own_count * tl.program_id(0) // tl.num_programs(0)
+    share_end = own_count * (tl.program_id(0) + 1) // tl.num_programs(0)
+    own_partials = partials + own_start * MULTIPLE
+    own_units = tl.multiple_of(share * MULTIPLE, MULTIPLE) + tl.arange(0, UNITS)
+    # On its way while this sends and waits.
+    own_next = tl.load(own_partials + own_units, mask=own_units < share_end * MULTIPLE, other=0.0)
+
     items = parts * (NUM_RANKS - 1)
     item = tl.atomic_add(ticket, 1, sem="relaxed")
-    if (item == 0) & (parts > 0):
-        for peer in tl.static_range(NUM_RANKS):
-            if peer != rank:
-                set_pair(tolds[peer] + entry, record, digest)
     while item < items:
         # Another peer each time, and not every rank the same one first.
         destination = (rank + 1 + item % (NUM_RANKS - 1)) % NUM_RANKS
@@ -153,10 +178,12 @@ def trade_scatter(
         count = tl.full((), 0, tl.int64)
         start = tl.full((), 0, tl.int64)
         slot = tl.full((), 0, tl.int64)
+        flag = tl.full((), 0, tl.int64)
         for peer in tl.static_range(NUM_RANKS):
             start = tl.where(peer == destination, rows_before, start)
             count = tl.where(peer == destination, counts[peer], count)
             slot = tl.where(peer == destination, datas[peer], slot)
+            flag = tl.where(peer == destination, flags[peer], flag)
             rows_before += counts[peer]
         first = count * part // parts * MULTIPLE
         stop = count * (part + 1) // parts * MULTIPLE
@@ -164,8 +191,8 @@ def trade_scatter(
         units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
         value = tl.load(rows + units, mask=units < stop)  # on its way while this waits for the credit
         if count > 0:
-            due = (epoch - depth).to(tl.int32)
-            given_up = wait_for_words(credits + destination * 4, 0, 1, due, limit, error, given_up, INTERPRETED)
+            due, credit = (epoch - depth).to(tl.int32), credits + destination * 4
+            given_up = wait_for_word(credit, credit, due, limit, error, given_up, INTERPRETED)
         target = slot.to(tl.pointer_type(DTYPE))
         if MULTIPLE > 1:
             target = tl.multiple_of(target, 16)
@@ -176,45 +203,55 @@ def trade_scatter(
             units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
             tl.store(target + units, tl.load(rows + units, mask=units < stop), mask=units < bound)
             first += UNITS
-        taken += 1
+        tl.debug_barrier()  # what releases is one thread's: the other threads' stores have to come before it
+        if PARTWISE:
+            if count > 0:
+                set_word(flag + 4 * (1 + part), tl.where(given_up != 0, stamp - 1, stamp))  # a value nobody awaits
+        else:
+            mine = 1 + given_up * GIVEN_UP
+            copied = tl.atomic_add(ticket + 1, mine, sem="acq_rel", scope="sys") + mine
+            if copied % GIVEN_UP == items:
+                tl.store(ticket + 1, 0)  # nobody else touches it before the next launch
+                for peer in tl.static_range(NUM_RANKS):
+                    if (peer != rank) & (counts[peer] > 0):
+                        set_word(flags[peer], tl.where(copied >= GIVEN_UP, stamp - 1, stamp))
         item = tl.atomic_add(ticket, 1, sem="relaxed")
-    if taken > 0:
-        tl.debug_barrier()  # the counter's release is one thread's: the other threads' stores have to come before it
-        mine = taken + given_up * GIVEN_UP
-        copied = tl.atomic_add(ticket + 1, mine, sem="acq_rel", scope="sys") + mine
-        if copied % GIVEN_UP == items:
-            given_up = tl.where(copied >= GIVEN_UP, 1, given_up)  # any program's rows may be missing
-            tl.store(ticket + 1, 0)  # nobody else touches it before the next launch
-            for peer in tl.static_range(NUM_RANKS):
-                if (peer != rank) & (counts[peer] > 0):
-                    set_word(flags[peer], tl.where(given_up != 0, stamp - 1, stamp))  # a value that nobody awaits
+    unsent = given_up
+    if (item == items) & (parts > 0):
+        for peer in tl.static_range(NUM_RANKS):
+            if peer != rank:
+                set_pair(tolds[peer] + entry, record, digest)
     if item == items + tl.num_programs(0) - 1:  # nobody takes a part after this one
         tl.store(ticket, 0)
     if parts > 0:
-        own_start = tl.full((), 0, tl.int64)
-        own_count = tl.full((), 0, tl.int64)
-        for peer in tl.static_range(NUM_RANKS):
-            own_start += tl.where(peer < rank, counts[peer], 0)
-            own_count = tl.where(peer == rank, counts[peer], own_count)
-        receives = tl.where(own_count > 0, 1, 0)
+        # Which parts its share is in: part p begins at the group own_count * p // parts.
+        piece = tl.full((), 0, tl.int64)
+        pieces_end = tl.where(own_count > 0, 1, piece)
+        if PARTWISE:
+            if own_count > 0:
+                piece = 1 + ((share + 1) * parts - 1) // own_count
+                pieces_end = tl.where(share < share_end, 2 + (share_end * parts - 1) // own_count, piece)
         for peer in tl.static_range(NUM_RANKS):
             if peer != rank:
                 told = descriptors + peer * ring_bytes + entry
                 given_up = wait_for_pair(told, record, digest, limit, error, given_up, INTERPRETED)
-                words = arrivals + peer * flags_bytes
-                given_up = wait_for_words(words, 0, receives, stamp, limit, error, given_up, INTERPRETED)
+                words, word = arrivals + peer * flags_bytes, piece
+                while word < pieces_end:
+                    given_up = wait_for_word(words + word * 4, words, stamp, limit, error, given_up, INTERPRETED)
+                    word += 1
         blocks = received.to(tl.pointer_type(DTYPE))
         results = out.to(tl.int64).to(tl.pointer_type(DTYPE))
         if MULTIPLE > 1:
             blocks = tl.multiple_of(blocks, 16)
             results = tl.multiple_of(results, 16)
         elements = own_count * MULTIPLE
-        first = own_count * tl.program_id(0) // tl.num_programs(0) * MULTIPLE
-        stop = own_count * (tl.program_id(0) + 1) // tl.num_programs(0) * MULTIPLE
+        first = share * MULTIPLE
+        stop = share_end * MULTIPLE
         while first < stop:
             units = tl.multiple_of(first, MULTIPLE) + tl.arange(0, UNITS)
             inside = units < stop
-            own = tl.load(partials + own_start * MULTIPLE + units, mask=inside, other=0.0).to(tl.float32)
+            own = own_next.to(tl.float32)
+            own_next = tl.load(own_partials + units + UNITS, mask=units + UNITS < stop, other=0.0)
             if HAS_BIAS:
                 biases = bias.to(tl.int64).to(tl.pointer_type(DTYPE)) + units % width
                 own += tl.load(biases, mask=inside, other=0.0).to(tl.float32)
@@ -233,11 +270,17 @@ def trade_scatter(
             tl.store(results + units, total.to(DTYPE), mask=inside)
             first += UNITS
         tl.debug_barrier()  # as above, for the reads of the slot and the stores to `out`
-        through = tl.atomic_add(ticket + 2, 1, sem="acq_rel", scope="gpu") + 1
-        if through == tl.num_programs(0):
+        ended = 1 + unsent * GIVEN_UP
+        through = tl.atomic_add(ticket + 2, ended, sem="acq_rel", scope="sys") + ended
+        if through % GIVEN_UP == tl.num_programs(0):
             tl.store(ticket + 2, 0)
+            fence_system(INTERPRETED)
+            for peer in tl.static_range(NUM_RANKS):
+                if peer != rank:
+                    if PARTWISE:  # any program's rows may be missing
+                        if counts[peer] > 0:
+                            put_word(flags[peer], tl.where(through >= GIVEN_UP, stamp - 1, stamp))
+                    if ends != 0:
+                        put_word(grants[peer], stamp)
             if ends != 0:  # the host's word by no atomic: it may lie in host memory
-                for peer in tl.static_range(NUM_RANKS):
-                    if peer != rank:
-                        set_word(grants[peer], stamp)
                 tl.store(done.to(tl.pointer_type(tl.int32)), number.to(tl.int32))

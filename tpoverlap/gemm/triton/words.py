@@ -24,34 +24,44 @@ def load_acquire(address, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETED: tl.constexpr):
-    """Spin until words ``first .. first + count - 1`` at ``base`` have reached ``epoch`` (cyclically).
+def wait_for_word(address, other, epoch, limit, error, given_up, INTERPRETED: tl.constexpr):
+    """Spin until the word at ``address``, or that at ``other``, has reached ``epoch`` (cyclically).
 
-    Bounded: after ``limit`` (nanoseconds; polls in the interpreter) it stores 1 at the address ``error`` and gives up.
-    Threads may leave the spin at different turns, so ``given_up`` must steer data only, never a branch with a barrier.
+    ``other`` is looked at now and then only; it may be ``address``. Bounded: after ``limit`` (nanoseconds; polls in the
+    interpreter) it stores 1 at the address ``error`` and gives up. Threads may leave the spin at different turns, so
+    ``given_up`` must steer data only, never a branch with a barrier.
 
     Returns:
         ``given_up``, 1 once any wait of this program was given up; later waits then return at once.
     """
+    behind = load_acquire(address, INTERPRETED) - epoch
+    if behind < 0:
+        begin = tl.full((), 0, tl.int64)
+        now = begin
+        turn = tl.full((), 0, tl.int32)
+        if not INTERPRETED:
+            begin = globaltimer()
+            now = begin
+        while (behind < 0) & (given_up == 0):
+            if INTERPRETED:
+                now += 1
+            else:
+                now = globaltimer()
+            turn += 1
+            behind = load_acquire(tl.where(turn % 8 == 0, other, address), INTERPRETED) - epoch
+            given_up = tl.where((behind < 0) & (now - begin > limit), 1, given_up)
+        if given_up != 0:
+            tl.store(error.to(tl.pointer_type(tl.int32)), 1)
+    return given_up
+
+
+@triton.jit
+def wait_for_words(base, first, count, epoch, limit, error, given_up, INTERPRETED: tl.constexpr):
+    """`wait_for_word` for words ``first .. first + count - 1`` at ``base``; what came with them may be read by TMA."""
     word = first
     while word < first + count:  # no `for`: see bump_words
         address = base + word * 4
-        behind = load_acquire(address, INTERPRETED) - epoch
-        if behind < 0:
-            begin = tl.full((), 0, tl.int64)
-            now = begin
-            if not INTERPRETED:
-                begin = globaltimer()
-                now = begin
-            while (behind < 0) & (given_up == 0):
-                if INTERPRETED:
-                    now += 1
-                else:
-                    now = globaltimer()
-                behind = load_acquire(address, INTERPRETED) - epoch
-                given_up = tl.where((behind < 0) & (now - begin > limit), 1, given_up)
-            if given_up != 0:
-                tl.store(error.to(tl.pointer_type(tl.int32)), 1)
+        given_up = wait_for_word(address, address, epoch, limit, error, given_up, INTERPRETED)
         word += 1
     if not INTERPRETED and count > 0:
         # The rows may be read through the async proxy (TMA) next; the acquire above ordered the generic one only.
@@ -111,6 +121,19 @@ def wait_for_pair(address, first, second, limit, error, given_up, INTERPRETED: t
 def set_word(address, value):
     """The 32-bit word at ``address`` (int64) becomes ``value``, with release order at system scope."""
     tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), value.to(tl.int32), sem="release", scope="sys")
+
+
+@triton.jit
+def fence_system(INTERPRETED: tl.constexpr):
+    """What this thread has seen or written comes before what it puts later, for every GPU: a release for many words."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def put_word(address, value):
+    """The 32-bit word at ``address`` (int64) becomes ``value``; nothing is ordered by it but by a fence before."""
+    tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), value.to(tl.int32), sem="relaxed", scope="sys")
 
 
 @triton.jit
