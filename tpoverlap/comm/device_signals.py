@@ -18,6 +18,7 @@ from tpoverlap.comm.epochs import MASK
 from tpoverlap.comm.region import Region
 from tpoverlap.comm.signals import Signals, SlotRef
 from tpoverlap.comm.streams import Stream
+from tpoverlap.errors import TpOverlapError
 from tpoverlap.memory.base import Arena
 from tpoverlap.memory.driver import DeviceDriver
 from tpoverlap.memory.layout import ArenaLayout
@@ -76,8 +77,12 @@ class DeviceSignals(Signals):
         self._diagnosis = Diagnosis(arena.rank, arena.tp_size, timeout_s, self.peer_words, self.snapshot)
         self._arenas: list[tuple[Arena, ArenaLayout]] = [(arena, layout)]
         self._slots: dict[tuple[str, int], SlotAddresses] = {}
-        self._poison: dict[Arena, torch.Tensor] = {}
+        # Pinned memory is made now: when it is needed, every call of the driver may be blocked.
+        self._poison: dict[Arena, torch.Tensor] = {arena: driver.host_bytes(layout.control_bytes)}
+        self._poisoned: set[Arena] = set()
+        self._abort_word = driver.host_bytes(4)
         self._control = driver.host_bytes(layout.control_bytes)
+        self._driver.export(arena.address(arena.rank), layout.total_bytes)
         self.peers = [(arena.rank + offset) % arena.tp_size for offset in range(1, arena.tp_size)]
         self.descriptors_out = [
             (peer, arena.address(peer) + layout.descriptor_offset(arena.rank, 0)) for peer in self.peers
@@ -93,6 +98,8 @@ class DeviceSignals(Signals):
 
     def add_arena(self, arena: Arena, layout: ArenaLayout) -> None:
         self._arenas.append((arena, layout))
+        self._poison[arena] = self._driver.host_bytes(layout.control_bytes)
+        self._driver.export(arena.address(arena.rank), layout.total_bytes)
 
     def slot_addresses(self, region: Region, slot: int) -> SlotAddresses:
         """Those of ``slot``; made once."""
@@ -181,21 +188,26 @@ class DeviceSignals(Signals):
         return int(self._control.numpy().view(np.uint32)[self._layout.abort_offset(peer) // 4])
 
     def announce_abort(self, word: int) -> None:
-        value = self._driver.host_bytes(4)
+        value, problem = self._abort_word, None
         value.numpy().view(np.uint32)[0] = word  # may exceed int32
         offset = self._layout.abort_offset(self._arena.rank)
         for peer in self.peers:
-            self._driver.write(self._arena.address(peer) + offset, value)
+            try:
+                self._driver.write(self._arena.address(peer) + offset, value)
+            except TpOverlapError as error:
+                problem = error  # the others can be told, or will be when the driver is free
+        if problem is not None:
+            raise problem
 
     def release(self, pending: list[Descriptor]) -> None:
         for arena, layout in self._arenas:
             address = arena.address(arena.rank)
-            if arena not in self._poison:
+            if arena not in self._poisoned:
                 # 0xFF is NaN in bfloat16, float16, float32 and float8.
                 self._driver.fill(address + layout.control_bytes, 0xFF, layout.total_bytes - layout.control_bytes)
-                self._poison[arena] = self._driver.host_bytes(layout.control_bytes)
                 self._driver.read(address, self._poison[arena])
                 self._advance(self._poison[arena].numpy(), layout)
+                self._poisoned.add(arena)
             if arena is self._arena:
                 self._forge_descriptors(self._poison[arena].numpy(), layout, pending)
             # Every time: a peer that still runs may have replaced a poisoned word by a genuine, smaller one.

@@ -6,7 +6,11 @@ time-out stores the error and releases every waiter. Operations that finish quic
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
+import os
+import sys
 import threading
 import time
 import weakref
@@ -14,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tpoverlap.comm.diagnosis import AbortReason, blame
 from tpoverlap.errors import PeerTimeoutError, RankMismatchError, TpOverlapError
+from tpoverlap.memory.driver import DriverBlockedError
 
 if TYPE_CHECKING:
     from tpoverlap.comm.channel import Channel
@@ -25,6 +30,8 @@ TICK_S = 0.1
 LOOK_AFTER_S = 0.4
 """Younger operations are left alone: looking costs a copy from the device."""
 WARN_AFTER_S = 10.0
+LAST_RESORT_S = 30.0
+"""Waiters that could not be released for so long never will be."""
 
 
 class Watchdog:
@@ -46,6 +53,7 @@ class Watchdog:
 
 def _watch(channel_ref: weakref.ref[Channel], stop: threading.Event) -> None:
     warned: set[int] = set()
+    blocked_since: float | None = None
     while not stop.wait(TICK_S):
         channel = channel_ref()
         if channel is None:
@@ -59,10 +67,24 @@ def _watch(channel_ref: weakref.ref[Channel], stop: threading.Event) -> None:
             channel.end(error)
         if channel.fault.error is not None:
             channel.end(channel.fault.error)  # a comm thread may have met it, which tells nobody
-            channel.release_waiters()
+            try:
+                channel.release_waiters()
+                blocked_since = None
+            except DriverBlockedError as problem:
+                blocked_since = blocked_since or time.monotonic()
+                if time.monotonic() - blocked_since > LAST_RESORT_S:
+                    _end_process(channel.fault.error, problem)
             if channel.oldest_in_flight() is None or not channel.bounds_waits:
                 return
         del channel  # or the loop itself would keep it alive while it sleeps
+
+
+def _end_process(error: BaseException, problem: BaseException) -> None:
+    """Nothing in this process can let its waits go, and its other threads may be waiting for ever."""
+    logger.critical("tpoverlap ends this process, which cannot be released from a wait (%s): %s", problem, error)
+    faulthandler.dump_traceback(sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _look(channel: Channel, warned: set[int]) -> TpOverlapError | None:
@@ -72,7 +94,8 @@ def _look(channel: Channel, warned: set[int]) -> TpOverlapError | None:
     age_s = time.monotonic() - oldest.started_s
     if age_s < LOOK_AFTER_S:
         return None
-    channel.refresh_peer_state()
+    with contextlib.suppress(DriverBlockedError):  # what was read last is true, if not all that there is
+        channel.refresh_peer_state()
     diagnosis, descriptor = channel.diagnosis, oldest.descriptor
     if diagnosis.differs(descriptor):
         return diagnosis.mismatch(descriptor.sequence)

@@ -7,6 +7,7 @@ memory operations (``cuStreamBatchMemOp``) also saves the calls themselves. The 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from contextlib import AbstractContextManager
 from functools import cache
@@ -18,6 +19,7 @@ from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.memory.driver import DeviceDriver, HostWords, MemoryOperations, NativeDriver, Work
 from tpoverlap.native import NativeCalls
 
+logger = logging.getLogger("tpoverlap")
 _INVALID_CONTEXT: Final = 201
 """A thread that has made no CUDA call yet, as autograd's may be, has no current context."""
 
@@ -141,6 +143,10 @@ class CudaDriver(DeviceDriver):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def export(self, address: int, size_bytes: int) -> None:
+        if not self._side_channel().export(_library(), address, size_bytes):
+            logger.debug("%s: memory at %#x cannot be reached from another process", self._device, address)
 
     def read(self, address: int, into: torch.Tensor) -> None:
         self._side_channel().read(address, into)

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from tpoverlap.errors import BackendUnavailableError
 from tpoverlap.native import NativeCalls
 
 Work = Callable[[], object]
@@ -52,6 +53,10 @@ class NativeDriver(NamedTuple):
     calls: NativeCalls
     event: int
     failed: Callable[[int, str], bool]
+
+
+class DriverBlockedError(BackendUnavailableError):
+    """A call of the driver in this process keeps all others waiting, and there is no way around it."""
 
 
 class DeviceDriver(ABC):
@@ -112,6 +117,9 @@ class DeviceDriver(ABC):
         """Wait until the device is idle."""
 
     # -- for the watchdog: reaches memory while streams are blocked ----------------------------------------------
+
+    def export(self, address: int, size_bytes: int) -> None:  # noqa: B027  (not every driver's calls can be blocked)
+        """Have this rank's memory within reach of the calls below however blocked the driver is, if possible."""
 
     @abstractmethod
     def read(self, address: int, into: torch.Tensor) -> None:
