@@ -33,7 +33,7 @@ from tpoverlap.tools.bench.layer_items import (
     sequence_offsets,
 )
 from tpoverlap.tools.bench.layer_models import LayerStage, Step
-from tpoverlap.tools.bench.layer_targets import judge_layer, summarise_layers
+from tpoverlap.tools.bench.layer_targets import is_ruled, judge_layer, summarise_layers
 from tpoverlap.tools.bench.methods import AUTO
 from tpoverlap.tools.bench.session import Session
 from tpoverlap.tools.bench.variants import PADDED
@@ -322,4 +322,5 @@ def test_targets_of_the_issue() -> None:
         ("of_twin", True),
         ("host_of_twin", False),
     ]
+    assert is_ruled(small) and not is_ruled({**small, "kind": "mlp"}) and not is_ruled({**small, "num_tokens": 17})
     assert judge_layer({**small, "kind": "mlp"}) == [] and judge_layer({**small, "capacity_tokens": 4096}) == []

@@ -172,6 +172,7 @@ def observe_on_paper(rank: int, world_size: int) -> tuple[list[str], list[tuple[
             runs,  # type: ignore[arg-type]
             calls=3,
             leads=leads,  # type: ignore[arg-type]
+            twice=("b",),
             after_round=lambda *given: told.append(given),
         )
     return ran, told
@@ -179,11 +180,11 @@ def observe_on_paper(rank: int, world_size: int) -> tuple[list[str], list[tuple[
 
 def test_leads_and_observers(rank_pool: Callable[[int], RankPool]) -> None:
     ran, told = rank_pool(2).run(observe_on_paper, timeout_s=60)[0]
-    assert told == [(name, mode, n) for name in "abba" for mode, n in (("eager", 3), ("queued", 5))]
+    assert told == [(name, mode, n) for name in "abbbab" for mode, n in (("eager", 3), ("queued", 5))]
     assert ran.count("lead") == 2, "once a round"
     planned, rounds = 5, 2
     assert ran.count("a") == 1 + planned + rounds * (3 + 5)
-    assert ran.count("b") == 1 + planned + rounds * (2 + 3 + 5)
+    assert ran.count("b") == 1 + planned + 2 * rounds * (2 + 3 + 5), "a round more behind each"
 
 
 # -- broken on purpose ------------------------------------------------------------------------------------------------

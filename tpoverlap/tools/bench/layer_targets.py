@@ -16,13 +16,7 @@ def judge_layer(row: Row) -> list[Row]:
     """What the targets say of one row; a value of None means that it was not timed: a miss."""
     rules = targets()["layers"]
     judged: list[Row] = []
-    for rule in rules["rows"]:
-        if (
-            any(row[key] != rule[key] for key in ("kind", "hidden", "numbers"))
-            or row["num_tokens"] not in rule["tokens"]
-            or row["capacity_tokens"] != rules["capacity_tokens"]
-        ):
-            continue
+    for rule in _rules_of(row):
         ours = row["methods"].get(rules["method"], {})
         alone, twin = row["methods"].get(COMPUTE_ONLY, {}), row["methods"].get(TWIN, {})
         for key, other in (("of_compute_only", alone), ("of_twin", twin)):
@@ -41,6 +35,22 @@ def judge_layer(row: Row) -> list[Row]:
             value = ratio(ours.get("host_us"), twin.get("host_us"))
             judged.append(_at_most("host_of_twin", "host", value, rule["host_of_twin"]))
     return judged
+
+
+def is_ruled(row: Row) -> bool:
+    """Whether the targets say anything of this row."""
+    return bool(_rules_of(row))
+
+
+def _rules_of(row: Row) -> list[Row]:
+    rules = targets()["layers"]
+    return [
+        rule
+        for rule in rules["rows"]
+        if all(row[key] == rule[key] for key in ("kind", "hidden", "numbers"))
+        and row["num_tokens"] in rule["tokens"]
+        and row["capacity_tokens"] == rules["capacity_tokens"]
+    ]
 
 
 def _at_most(rule: str, mode: str, value: float | None, bound: float) -> Row:

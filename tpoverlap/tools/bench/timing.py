@@ -8,7 +8,7 @@ whose delay ended before its last call was enqueued would count host time; it is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -52,6 +52,7 @@ def measure(
     calls: int | None = None,
     queued_operations: int | None = None,
     leads: Mapping[str, Run] | None = None,
+    twice: Collection[str] = (),
     after_round: Callable[[str, str, int], object] = lambda label, mode, calls: None,
 ) -> dict[str, Times]:
     """Times of each of ``runs``, which are the same on every rank and were checked before. Collective.
@@ -59,6 +60,7 @@ def measure(
     Args:
         calls: of an eager round; None: as many as fill the clock. A long run warms up with its first such round.
         queued_operations: of a queued round, at most; None: what the job says.
+        twice: of these labels, which are compared most closely, a round more behind each round of all.
         leads: label -> what runs before the clock of an eager round starts; else two calls of the run itself.
         after_round: called with label, "eager" or "queued", and the number of calls of a round that counts, as soon as
             the device has finished it.
@@ -76,7 +78,8 @@ def measure(
     labels = list(runs)
     for turn in range(session.job.rounds):
         shift = turn % len(labels)
-        for label in labels[shift:] + labels[:shift]:  # nobody is always the one behind the longest kernel
+        in_turn = labels[shift:] + labels[:shift]  # nobody is always the one behind the longest kernel
+        for label in in_turn + [label for label in in_turn if label in twice]:
             lead = None if leads is None else leads.get(label)
             eager[label].append(stopwatch.eager_round(runs[label], counts[label], lead))
             after_round(label, "eager", counts[label])

@@ -20,7 +20,7 @@ from tpoverlap.tools.bench.job import BenchJob
 from tpoverlap.tools.bench.layer_check import bound_of, compare, require_finite
 from tpoverlap.tools.bench.layer_items import COMPUTE_ONLY, TWIN, LayerItem, layer_items
 from tpoverlap.tools.bench.layer_models import LayerStage, Step, why_no_fp8
-from tpoverlap.tools.bench.layer_targets import judge_layer, summarise_layers
+from tpoverlap.tools.bench.layer_targets import is_ruled, judge_layer, summarise_layers
 from tpoverlap.tools.bench.methods import AUTO
 from tpoverlap.tools.bench.session import Session
 from tpoverlap.tools.bench.suite import Row, Runner, Suite
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MODES: Final = ("eager", "queued")
+_JUDGED: Final = (COMPUTE_ONLY, TWIN, AUTO)
+"""What targets compare: the same operations in two columns have been seen to differ by as much as a target allows."""
 _HOST_CALLS: Final = 2
 """Of a host-time round: few enough that the launch queue does not fill up and make the host wait."""
 
@@ -100,7 +102,8 @@ class _LayersRunner(Runner):
             steps = {label: stage.step(item, label) for label in checked.good}
             calls = self._calls(item)
             runs: dict[str, Run] = {label: _first_of(step) for label, step in steps.items()}
-            times = measure(self._session, runs, calls=calls, queued_operations=calls)
+            twice = _JUDGED if is_ruled(item.as_dict()) else ()
+            times = measure(self._session, runs, calls=calls, queued_operations=calls, twice=twice)
             host = self._host_us(steps)
             row["methods"] = {label: _figures(label, times, host, checked) for label in checked.good}
         stage.manager.check()
