@@ -270,3 +270,29 @@ def whole_sizes_are_checked(rank: int, size: int) -> str:
         except tpo.ActiveShapeError as error:
             return str(error)
     return "nothing was raised"
+
+
+def returned_norm_without_sequence_parallelism(rank: int, size: int) -> dict[str, float]:
+    """Each rank's gradient of the norm that an FP8 layer returns is a part of dx: the all-reduce sums it."""
+    errors = {}
+    with _open() as manager:
+        x, dy = _draw(13, HIDDEN, 1), _draw(13, HIDDEN * size, 2)
+        for name, recipe in RECIPES.items():
+            layer = nn.LayerNormLinear(
+                HIDDEN,
+                HIDDEN * size,
+                manager=manager,
+                ub_name="qkv",
+                sequence_parallel=False,
+                return_layernorm_output_gathered=True,
+                fp8_recipe=recipe,
+            )
+            whole = x.clone().requires_grad_()
+            manager.set_active_shape(13)
+            _, normed = layer(whole)
+            normed.backward(dy.chunk(size, 1)[rank])
+            plain = x.clone().requires_grad_()
+            torch.nn.functional.layer_norm(plain, (HIDDEN,)).backward(sum(dy.chunk(size, 1)))
+            assert whole.grad is not None and plain.grad is not None
+            errors[name] = relative_error(whole.grad, plain.grad)
+    return errors

@@ -42,6 +42,12 @@ def test_without_sequence_parallelism(rank_pool, size: int, recipe: str, config:
     rank_pool(size).run(fp8_layer_ranks.without_sequence_parallelism, recipe, config, timeout_s=60.0)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_returned_norm_without_sequence_parallelism(rank_pool, size: int) -> None:
+    for errors in rank_pool(size).run(fp8_layer_ranks.returned_norm_without_sequence_parallelism, timeout_s=60.0):
+        assert len(errors) == 4 and max(errors.values()) < 1e-5, errors  # float32: nothing of it is quantised
+
+
 def test_whole_layers(rank_pool) -> None:
     for same in rank_pool(2).run(fp8_layer_ranks.whole_layers, timeout_s=60.0):
         assert all(same.values()) and len(same) == 13, same
