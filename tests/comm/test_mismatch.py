@@ -22,7 +22,7 @@ SAID = {
     "bulk": (AG, "qkv_dgrad all-gather bulk"),
     "method": ("fc2_fprop reduce-scatter ring_exchange", "fc2_fprop reduce-scatter pipeline/3"),
     "num_splits": ("proj_fprop reduce-scatter pipeline/3", "proj_fprop reduce-scatter pipeline/2"),
-    "close": (AG, "close"),
+    "close": (AG, "closes its manager"),
     "sequential_tokens": (f"{SEQUENTIAL} with T={{}}", f"{SEQUENTIAL} with T={{}}"),
     "sequential_counts": (f"{SEQUENTIAL} with T={{}} and row counts", f"{SEQUENTIAL} with T={{}} and row counts"),
     "sequential_order": (SEQUENTIAL, "plain_rs_fprop reduce-scatter sequential"),
@@ -53,6 +53,7 @@ def test_every_rank_is_told_every_ranks_value(rank_pool: Pools, backend: str, wo
         if "counts" in what:
             assert len(set(entries)) == 2 and entries[0] != entries[-1], "the digests tell who differs"
         assert "operation number 3" in first.message
+        assert ("has usually raised an error before" in first.message) == (what == "close")
         assert again.error == "RankMismatchError" and again.message == first.message, "later calls say the same"
         assert close.error == "ok" and close.seconds < 3.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -270,3 +271,72 @@ def whole_sizes_are_checked(rank: int, size: int) -> str:
         except tpo.ActiveShapeError as error:
             return str(error)
     return "nothing was raised"
+
+
+def returned_norm_without_sequence_parallelism(rank: int, size: int) -> dict[str, float]:
+    """Each rank's gradient of the norm that an FP8 layer returns is a part of dx: the all-reduce sums it."""
+    errors = {}
+    with _open() as manager:
+        x, dy = _draw(13, HIDDEN, 1), _draw(13, HIDDEN * size, 2)
+        for name, recipe in RECIPES.items():
+            layer = nn.LayerNormLinear(
+                HIDDEN,
+                HIDDEN * size,
+                manager=manager,
+                ub_name="qkv",
+                sequence_parallel=False,
+                return_layernorm_output_gathered=True,
+                fp8_recipe=recipe,
+            )
+            whole = x.clone().requires_grad_()
+            manager.set_active_shape(13)
+            _, normed = layer(whole)
+            normed.backward(dy.chunk(size, 1)[rank])
+            plain = x.clone().requires_grad_()
+            torch.nn.functional.layer_norm(plain, (HIDDEN,)).backward(sum(dy.chunk(size, 1)))
+            assert whole.grad is not None and plain.grad is not None
+            errors[name] = relative_error(whole.grad, plain.grad)
+    return errors
+
+
+def recomputed_by_delayed_scaling(rank: int, size: int, sequence_parallel: bool) -> dict[str, bool]:
+    """Two microbatches in flight, so that scales move on before the second forward: as without recomputation, bit by
+    bit, histories too; also where one checkpoint lies in another.
+    """
+    again = partial(checkpoint, use_reentrant=False, context_fn=tpo.checkpoint_context_fn)
+    recipe = tpo.DelayedScaling(amax_history_len=2)
+    found: list[dict[str, torch.Tensor]] = []
+    with _open() as manager:
+        for kind in ("none", "full", "nested"):
+            torch.manual_seed(3)
+            common = {"manager": manager, "fp8_recipe": recipe, "sequence_parallel": sequence_parallel}
+            first, second = (nn.LayerNormMLP(HIDDEN, FFN * size, **common) for _ in range(2))
+            if kind == "none":
+                run = torch.nn.Sequential(first, second)
+            elif kind == "full":
+                run = partial(again, torch.nn.Sequential(first, second))
+            else:
+                run = partial(again, lambda x, first=first, second=second: second(again(first, x)))
+            losses = []
+            for step in range(3):
+                outputs = []
+                for num_tokens in (7, 19):
+                    with manager.microbatch(num_tokens) as partition:
+                        rows = partition.rows(rank) if sequence_parallel else slice(None)
+                        x = (1 + 5 * step) * _draw(num_tokens, HIDDEN, step)[rows]
+                        outputs.append(run(x.requires_grad_()).square().sum())
+                for output in outputs:
+                    output.backward()
+                losses += [output.detach() for output in outputs]
+            grads = {name: one.grad for name, one in torch.nn.ModuleList([first, second]).named_parameters()}
+            state = torch.nn.ModuleList([first, second]).state_dict()
+            found.append(
+                {"losses": torch.stack(losses), **{f"{name} grad": one for name, one in grads.items()}, **state}
+            )
+        manager.check()
+    return {
+        f"{name} {index}": torch.equal(value, found[index][name])
+        for index in (1, 2)
+        for name, value in found[0].items()
+        if isinstance(value, torch.Tensor)
+    }

@@ -28,6 +28,13 @@ def test_recomputed_under_autocast(rank_pool) -> None:
         assert all(same.values()) and len(same) > 4, same
 
 
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(2, True), (3, True), (2, False)])
+def test_recomputed_by_delayed_scaling(rank_pool, size: int, sequence_parallel: bool) -> None:
+    ranks = fp8_layer_ranks.recomputed_by_delayed_scaling
+    for same in rank_pool(size).run(ranks, sequence_parallel, timeout_s=60.0):
+        assert all(same.values()) and any("amax_history" in name for name in same), same
+
+
 @pytest.mark.parametrize(
     ("size", "recipe", "config"),
     [
@@ -40,6 +47,12 @@ def test_recomputed_under_autocast(rank_pool) -> None:
 )
 def test_without_sequence_parallelism(rank_pool, size: int, recipe: str, config: str) -> None:
     rank_pool(size).run(fp8_layer_ranks.without_sequence_parallelism, recipe, config, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_returned_norm_without_sequence_parallelism(rank_pool, size: int) -> None:
+    for errors in rank_pool(size).run(fp8_layer_ranks.returned_norm_without_sequence_parallelism, timeout_s=60.0):
+        assert len(errors) == 4 and max(errors.values()) < 1e-5, errors  # float32: nothing of it is quantised
 
 
 def test_whole_layers(rank_pool) -> None:

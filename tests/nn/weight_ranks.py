@@ -310,8 +310,11 @@ def watch_operations(manager: tpo.UserBufferManager) -> list[tuple[str, bool]]:
 
 
 def lora(rank: int, size: int) -> None:
-    """A frozen base under an adapter: one reduce-scatter in backward and no gather at all; gradients as plain torch."""
-    for flags in ({}, {"ub_overlap_rs_dgrad": True}, {"save_gathered": True}):
+    """A frozen base under an adapter: one reduce-scatter in backward and no gather at all; gradients as plain torch.
+
+    Without sequence parallelism: one all-reduce, which sums the adapter's part of dx, too.
+    """
+    for flags in ({}, {"ub_overlap_rs_dgrad": True}, {"save_gathered": True}, {"sequence_parallel": False}):
         with make_manager() as manager:
             features, num_tokens = 4 * size, 3 * size + 1
             options = {"normalization": "RMSNorm", "bias": False, "return_layernorm_output_gathered": True}
@@ -325,19 +328,22 @@ def lora(rank: int, size: int) -> None:
             partition = TokenPartition.balanced(num_tokens, size)
             manager.set_active_shape(partition)
             x, dy = seeded(num_tokens, WIDTH, seed=24), seeded(num_tokens, features, seed=25)
-            shard = x[partition.rows(rank)].clone().requires_grad_()
+            whole = "sequence_parallel" in flags
+            rows = slice(None) if whole else partition.rows(rank)
+            shard = x[rows].clone().requires_grad_()
             layer(shard).backward(dy[:, own])
             tpo.sync_replicated_grads(layer, manager.group)
-            assert asked == [("qkv_fprop", False), ("qkv_dgrad", True)], asked
+            gather, scatter, back = ("qkv_fprop", False), ("qkv_dgrad", True), ("qkv_dgrad", False)
+            assert asked == ([scatter, back] if whole else [gather, scatter]), asked
             calls = {name: row["calls"] for name, row in manager.stats().items() if row["calls"]}
-            assert calls == {"qkv_fprop": 1, "qkv_dgrad": 1}, calls
+            assert calls == ({"qkv_dgrad": 2} if whole else {"qkv_fprop": 1, "qkv_dgrad": 1}), calls
 
             x.requires_grad_()
             a, b = layer.a.detach().clone().requires_grad_(), b.requires_grad_()
             normed = F.rms_norm(x, (WIDTH,), eps=1e-5)
             (normed @ weight.t() + normed @ a.t() @ b.t()).backward(dy)
             close = {"atol": 1e-4, "rtol": 1e-4}
-            torch.testing.assert_close(shard.grad, x.grad[partition.rows(rank)], **close)
+            torch.testing.assert_close(shard.grad, x.grad[rows], **close)
             torch.testing.assert_close(layer.a.grad, a.grad, **close)
             torch.testing.assert_close(layer.b.grad, b.grad[own], **close)
             assert base.weight.grad is None

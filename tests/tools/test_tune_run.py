@@ -83,6 +83,7 @@ def test_interrupted_then_continued_then_followed(
     )
     assert "wrote" in result.output and "fc1_wgrad" in result.output
     (cached,) = cache.iterdir()
+    assert f"{cached}: managers with tuning_cache={str(cache)!r} read it" in result.output, "on the CPU no other does"
     entries = json.loads(cached.read_text())["entries"]
     row = entries["gather width 16 features 12 R 2 itemsize 4"][-1]
     assert row["up_to"] == 32

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tpoverlap.comm.descriptor import Descriptor
+from tpoverlap.comm.descriptor import CLOSE, Descriptor
 from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
 from tpoverlap.comm.exchange import Claim, Exchange
 from tpoverlap.comm.fault import Fault
@@ -96,7 +96,7 @@ class Channel:
         self.shares_gpu = [gpu for _, gpu in places].count(_gpu_of(backend.device)) > 1 and self.device.type == "cuda"
         """Ranks on one GPU (tests): its copies are kernels there, so a kernel that waits for them may not fill it."""
         self.transport: Transport = make_transport(backend, arena, layout, self.fault, timeout_s)
-        self.diagnosis.know("close")
+        self.diagnosis.know(CLOSE)
         self.comm_stream: Stream = self.transport.new_stream("comm", high_priority=True)
         self.word_stream: Stream = self.transport.new_word_stream(self.comm_stream)
         self.compute_streams: list[Stream] = []
@@ -392,7 +392,7 @@ class Channel:
             # The last operation: no rank may unmap while a peer can still write a credit into its arena. It goes
             # through the signals rather than the group, so it is bounded, it names a rank that does something else,
             # and it works after the process group was destroyed.
-            with self.announced(Outline("close", TokenPartition((1,) * self.tp_size), torch.uint8)):
+            with self.announced(Outline(CLOSE, TokenPartition((1,) * self.tp_size), torch.uint8)):
                 pass
             self.transport.synchronize()
             self.fault.check()

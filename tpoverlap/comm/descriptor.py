@@ -17,6 +17,9 @@ from functools import lru_cache
 MASK16 = 0xFFFF
 _MASK32 = 0xFFFFFFFF
 MASK64 = 0xFFFFFFFFFFFFFFFF
+CLOSE = "close"
+"""Label of a rank's last operation, which has no T."""
+CLOSES = "closes its manager"
 
 
 @lru_cache(maxsize=1024)
@@ -63,4 +66,4 @@ def describe(record: int, labels: dict[int, str]) -> str:
     """A peer's record in words; ``labels`` maps operation ids to the labels known here."""
     identifier = (record >> 32) & MASK16
     label = labels.get(identifier, f"an operation unknown here (id {identifier:#06x})")
-    return f"{label} with T={record & _MASK32}"
+    return CLOSES if label == CLOSE else f"{label} with T={record & _MASK32}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 
-from tpoverlap.comm.descriptor import Descriptor, describe, operation_id, sequence_matches
+from tpoverlap.comm.descriptor import CLOSES, Descriptor, describe, operation_id, sequence_matches
 from tpoverlap.errors import PeerTimeoutError, RankMismatchError, TpOverlapError
 from tpoverlap.memory.layout import DESCRIPTOR_RING
 
@@ -126,8 +126,14 @@ class Diagnosis:
             if only_counts and sequence_matches(record, sequence):
                 text += f" and row counts, dtype and options of digest {digest & 0xFFFFFF:06x}"
             parts.append(f"rank {rank}: {text}")
+        said = f"ranks disagree on operation number {sequence}: {'; '.join(parts)}. "
+        if any(part.endswith(CLOSES) for part in parts):
+            return RankMismatchError(
+                f"{said}A rank that closes while others go on has usually raised an error before, which is in its own "
+                "log, or it made fewer calls"
+            )
         return RankMismatchError(
-            f"ranks disagree on operation number {sequence}: {'; '.join(parts)}. "
+            f"{said}"
             "Every rank must call the same operations in the same order, with the same T, row counts, dtype and "
             "options (FP8 recipes and delayed scaling's history; on the CPU tokens, targets and cu_seqlens, too). "
             "Without an active shape T is inferred from a rank's own rows: call set_active_shape for each microbatch"

@@ -19,6 +19,9 @@ that only this file sees. Where nothing else is there to hide the all-gather, th
 
 so that only the second piece's all-gather is in the open. Every rank adds in rank order and rounds once, as elsewhere:
 all ranks get the same bits. Saved: x and the weights.
+
+With ``return_x`` a column also returns x, where sequence parallelism returns the gathered x. It means the same: every
+rank's gradient of it is this rank's part, and joins dy_i W_i before the all-reduce.
 """
 
 from __future__ import annotations
@@ -99,12 +102,13 @@ class ColumnWhole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: LayerView, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.layer = layer
+        ctx: Any, layer: LayerView, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, return_x: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        ctx.layer, ctx.return_x = layer, return_x
         ctx.parameters = (weight,) if layer.weight_grads.needs_parameters else ()
         ctx.save_for_backward(keepable(layer.manager, x), weight)
-        return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+        y = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+        return (y, x.view_as(x)) if return_x else y
 
     @staticmethod
     @differentiable_once  # the gradient of a gradient would need collectives of its own
@@ -121,10 +125,11 @@ class ColumnWhole(torch.autograd.Function):
         x_grad = None
         if needs_x:
             x_grad = x.new_empty(x.shape)
-            gemm_all_reduce(layer.dgrad, PartialGemm([dy], [weight]), x_grad, work if needs_weight else None)
+            gemm = PartialGemm([dy], [weight], grads[1] if ctx.return_x else None)
+            gemm_all_reduce(layer.dgrad, gemm, x_grad, work if needs_weight else None)
         elif needs_weight:
             work()
-        return None, x_grad, weight_grads[0], dy.sum(0) if needs_bias else None
+        return None, x_grad, weight_grads[0], dy.sum(0) if needs_bias else None, None
 
 
 class RowWhole(torch.autograd.Function):

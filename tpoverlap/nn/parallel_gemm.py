@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -83,15 +83,18 @@ class ParallelGemm:
         *,
         return_gathered: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(y [T, N], the gathered x [T, K] or None) of x [T_r, K], or of x [T, K] without sequence parallelism."""
+        """(y [T, N], the gathered x [T, K] or None) of x [T_r, K], or of x [T, K] without sequence parallelism.
+
+        Either way a rank's gradient of the gathered x is its part of the sum over ranks.
+        """
         view = self._view(weight)
         if not self.sequence_parallel:
             full_partition(view.fprop, x, partition)
             require_matmul(view.fprop, x, [weight])
             require_output_width(view.dgrad, weight.shape[1])
-            y = _apply(ColumnWhole, Fp8ColumnWhole, view, self._fp8_state(), x, weight, bias)
-            return y, x if return_gathered else None
-        result = all_gather_gemm(x, weight, view, bias, partition, return_gathered, self._fp8_state())
+            result = _apply(ColumnWhole, Fp8ColumnWhole, view, self._fp8_state(), x, weight, bias, return_gathered)
+        else:
+            result = all_gather_gemm(x, weight, view, bias, partition, return_gathered, self._fp8_state())
         return (result, None) if isinstance(result, torch.Tensor) else (result[0], result[1])
 
     def row_parallel(
@@ -103,7 +106,8 @@ class ParallelGemm:
             full_partition(view.fprop, x, partition)
             require_matmul(view.fprop, x, [weight])
             require_output_width(view.fprop, weight.shape[0])
-            return _apply(RowWhole, Fp8RowWhole, view, self._fp8_state(), x, weight, bias)
+            y: torch.Tensor = _apply(RowWhole, Fp8RowWhole, view, self._fp8_state(), x, weight, bias)
+            return y
         return gemm_reduce_scatter(x, weight, view, bias, partition, self._fp8_state())
 
     def backward_dw(self) -> None:
@@ -144,17 +148,15 @@ def _apply(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-) -> torch.Tensor:
+    *options: bool,
+) -> Any:
     # The operands' dtype was checked against the manager's; a GEMM that casts its output would not fit the buffers.
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
-            return _apply(function, in_fp8, view, state, x, weight, bias)
-    y: torch.Tensor
+            return _apply(function, in_fp8, view, state, x, weight, bias, *options)
     if bias is not None:
         bias = bias.contiguous()  # kernels read it by its address
     if state is None:
-        y = apply(function, view, x, weight, bias)
-    else:
-        require_fp8_gemm(view, state, x, [weight])
-        y = apply(in_fp8, view, state, x, weight, bias)
-    return y
+        return apply(function, view, x, weight, bias, *options)
+    require_fp8_gemm(view, state, x, [weight])
+    return apply(in_fp8, view, state, x, weight, bias, *options)

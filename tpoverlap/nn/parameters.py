@@ -83,6 +83,9 @@ def add_parameter(
 
     ``replicated``: every rank holds it whole but sees its own rows' gradient only, so it carries Megatron's flag
     ``sequence_parallel``, which `sync_replicated_grads` reads. (Without sequence parallelism every rank sees all rows.)
+
+    A parameter that is cut carries Megatron's flags for that: by ``tensor_model_parallel`` its gradient norm counts the
+    parts of all ranks, and a replicated parameter once.
     """
     parameter = torch.nn.Parameter(
         torch.empty(
@@ -91,6 +94,9 @@ def add_parameter(
             dtype=manager.dtype if dtype is None else dtype,
         )
     )
+    if spec.dim is not None:
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        parameter.partition_dim, parameter.partition_stride = spec.dim, 1  # type: ignore[attr-defined]
     if replicated:
         parameter.sequence_parallel = True  # type: ignore[attr-defined]  # see above
         # A copy of a module has new parameters, without their attributes; the module's own are copied.

@@ -2,7 +2,7 @@
 
 A checkpointed block runs its forward a second time, inside backward, when the manager already holds a later
 microbatch's T. `checkpoint_context_fn` notes the active shape that each manager had at the first forward, and puts it
-back, in that thread only, around the second. The same holds for `fp8_autocast`.
+back, in that thread only, around the second. The same holds for `fp8_autocast`, and for delayed scaling's scales.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextvars import ContextVar
 
 from tpoverlap.active_shape import ActiveShape
 from tpoverlap.gemm.fp8 import Recipe
+from tpoverlap.gemm.fp8.scale_notes import ScaleNotes, noting_scales, repeating_scales
 from tpoverlap.nn.fp8_context import as_noted, note_autocast
 from tpoverlap.tokens import TokenPartition
 
@@ -40,16 +41,18 @@ def checkpoint_context_fn(
         The contexts of the first forward and of the recomputation.
     """
     notes: _Notes = {}
+    scales: ScaleNotes = {}
     fp8 = note_autocast()
     inner_forward, inner_recompute = inner() if inner is not None else (None, None)
-    return _forward(notes, inner_forward), _recompute(notes, fp8, inner_recompute)
+    return _forward(notes, scales, inner_forward), _recompute(notes, scales, fp8, inner_recompute)
 
 
 @contextmanager
-def _forward(notes: _Notes, inner: AbstractContextManager[object] | None) -> Iterator[None]:
+def _forward(notes: _Notes, scales: ScaleNotes, inner: AbstractContextManager[object] | None) -> Iterator[None]:
     token = recording.set((*recording.get(), notes))
     try:
         with ExitStack() as stack:
+            stack.enter_context(noting_scales(scales))
             if inner is not None:
                 stack.enter_context(inner)
             yield
@@ -59,9 +62,13 @@ def _forward(notes: _Notes, inner: AbstractContextManager[object] | None) -> Ite
 
 @contextmanager
 def _recompute(
-    notes: _Notes, fp8: tuple[bool, Recipe | None], inner: AbstractContextManager[object] | None
+    notes: _Notes,
+    scales: ScaleNotes,
+    fp8: tuple[bool, Recipe | None],
+    inner: AbstractContextManager[object] | None,
 ) -> Iterator[None]:
     with ExitStack() as stack:
+        stack.enter_context(repeating_scales(scales))
         stack.enter_context(as_noted(fp8))
         for active, partition in notes.items():
             stack.enter_context(active.scope(partition))

@@ -23,6 +23,7 @@ from tpoverlap.config.honoured import FP8_SCATTERS
 from tpoverlap.errors import CapacityError, ConfigError
 from tpoverlap.gemm.fp8 import PackedPartialGemm, QuantizedTensor, Quantizer
 from tpoverlap.gemm.fp8.quantize import ALIGNMENT
+from tpoverlap.gemm.fp8.scale_notes import is_repeating
 from tpoverlap.gemm.tasks import PartialGemm
 from tpoverlap.overlap import fused
 from tpoverlap.overlap.context import OperationContext
@@ -105,7 +106,7 @@ class QuantizedShard:
         if quantizer.is_delayed:
             self.local = quantizer.with_stored_scale(x_shard_t)
             self.scale = self.local.scale
-            if record:
+            if record and not is_repeating():
                 self._maxima = quantizer.magnitudes(x_shard_t)
             return
         if quantizer.is_rowwise:

@@ -23,6 +23,7 @@ from tpoverlap.gemm.fp8.quantize import (
     tensor_maxima,
 )
 from tpoverlap.gemm.fp8.recipes import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, Role
+from tpoverlap.gemm.fp8.scale_notes import is_repeating, note_scale, repeated_scale
 from tpoverlap.gemm.fp8.scale_rule import ScaleRule
 
 
@@ -90,16 +91,24 @@ class Quantizer(torch.nn.Module):
             return quantize_rows(x, self.dtype)
         if not self.is_delayed:
             return quantize_local(x, self.rule, transposes=transposes)
+        repeated = repeated_scale(self)
+        if repeated is not None:
+            return quantize(x, repeated, self.dtype, transposes=transposes)
         amax = tensor_maxima(x).amax(0, keepdim=True)
         scale = torch.where(self.amax_history.max() > 0, self.scale, plain.scale_of(amax, self.rule))
+        note_scale(self, scale)
         quantised = quantize(x, scale, self.dtype, transposes=transposes)
-        if record:
+        if record and not is_repeating():
             self.record(amax)
         return quantised
 
     def with_stored_scale(self, x: torch.Tensor) -> QuantizedTensor:
         """Delayed scaling: quantise by what former steps left. The scale is copied: `record` changes the buffer."""
-        return quantize(x, self.scale.clone(), self.dtype)
+        scale = repeated_scale(self)
+        if scale is None:
+            scale = self.scale.clone()
+            note_scale(self, scale)
+        return quantize(x, scale, self.dtype)
 
     @torch.no_grad()
     def record(self, amax: torch.Tensor) -> None:

@@ -37,10 +37,18 @@ class Fp8ColumnWhole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: LayerView, fp8: Fp8State, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+        ctx: Any,
+        layer: LayerView,
+        fp8: Fp8State,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        return_x: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         x8, weight8 = _quantised(ctx, layer, fp8, x, weight)
-        return _multiplied(x8, weight8, bias, fast_accumulation=True)
+        ctx.return_x = return_x
+        y = _multiplied(x8, weight8, bias, fast_accumulation=True)
+        return (y, x.view_as(x)) if return_x else y
 
     @staticmethod
     @differentiable_once  # the gradient of a gradient would need collectives of its own
@@ -58,11 +66,11 @@ class Fp8ColumnWhole(torch.autograd.Function):
         if needs_x:
             assert dy8 is not None and weight8_t is not None, "needed"
             x_grad = dy.new_empty(dy.shape[0], weight8_t.data.shape[0])
-            gemm = ScaledPartialGemm(terms=[(dy8, weight8_t)])
+            gemm = ScaledPartialGemm(terms=[(dy8, weight8_t)], addend=grads[1] if ctx.return_x else None)
             gemm_all_reduce(layer.dgrad, gemm, x_grad, work if needs_weight else None, fp8_format=dy8.data.dtype)
         elif needs_weight:
             work()
-        return None, None, x_grad, weight_grads[0], dy.sum(0) if needs_bias else None
+        return None, None, x_grad, weight_grads[0], dy.sum(0) if needs_bias else None, None
 
 
 class Fp8RowWhole(torch.autograd.Function):

@@ -154,7 +154,7 @@ def _tune(
     from tpoverlap.tools.tune.output import cache_entries, results, yaml_text
     from tpoverlap.tools.tune.state import State
     from tpoverlap.tools.tune.tables import show
-    from tpoverlap.tuning import write_entries
+    from tpoverlap.tuning import cache_folder, write_entries
 
     begin_s = time.monotonic()
     group_timeout_s = max(60.0, job.timeout_s)  # one rank may compile while the others wait for it
@@ -173,7 +173,9 @@ def _tune(
     console.print(f"wrote {output}")
     show(console, outcome)
     if folder is not None and (entries := cache_entries(outcome)):
-        console.print(f"wrote {write_entries(folder, machine, entries)}: managers on this machine read it")
+        found = job.device_type == "cuda" and folder == cache_folder()
+        readers = "managers on this machine read it" if found else f"managers with tuning_cache={str(folder)!r} read it"
+        console.print(f"wrote {write_entries(folder, machine, entries)}: {readers}")
     took_s = time.monotonic() - begin_s
     console.print(f"took {took_s / 60.0:.1f} of {minutes:g} minutes")
     if json_path is not None:
