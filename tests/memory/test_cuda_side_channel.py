@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,3 +172,24 @@ def test_nothing_is_called_after_close(side: Any, driver: FakeDriver) -> None:
     side._caller._thread.join(5.0)
     assert [call[2] for call in driver.calls] == [0xFF], "it was in that call"
     assert FakeRescue.made[0].closed
+
+
+def test_forks_do_not_keep_the_memory(side: Any) -> None:
+    """A descriptor in a data loader's worker would."""
+    read, write = os.pipe()
+    side._shares[:] = [Share(MINE, 0x100, 1, write)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns: there are threads
+        child = os.fork()
+    if child == 0:
+        closed = not side._shares
+        with contextlib.suppress(OSError):
+            os.fstat(write)
+            closed = False
+        os._exit(0 if closed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.fstat(write)  # still open here
+    side.close()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(write)
+    os.close(read)

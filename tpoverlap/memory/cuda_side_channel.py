@@ -20,10 +20,13 @@ driver is free, and DriverBlockedError says so.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -105,6 +108,8 @@ class SideChannel:
         self._rescue: RescueProcess | None = None
         self._uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-").replace("-", "")
         self._lock = threading.Lock()
+        # A data loader's workers are forks, and a descriptor of theirs would keep the memory after this has ended.
+        os.register_at_fork(after_in_child=partial(_close_shares, weakref.ref(self)))
 
     def export(self, cuda: Any, address: int, size_bytes: int) -> bool:
         """Have memory at ``address`` within reach of another process. False: its owner did not make it for that.
@@ -232,9 +237,16 @@ class SideChannel:
             self._caller.close()
         if self._rescue is not None:
             self._rescue.close()
-        for share in self._shares:
+        self._rescue = None
+        _close_shares(weakref.ref(self))
+
+
+def _close_shares(of: weakref.ref[SideChannel]) -> None:
+    side = of()
+    if side is not None:
+        for share in side._shares:
             share.close()
-        self._shares, self._rescue = [], None
+        side._shares = []
 
 
 def _check(result: tuple[Any, ...]) -> None:
