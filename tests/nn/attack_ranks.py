@@ -125,3 +125,21 @@ def too_many_splits(rank: int, size: int) -> str:
     except tpo.ConfigError as error:
         return str(error)
     return "no error"
+
+
+def no_entries(rank: int, size: int, what: str) -> str:
+    """A target of 1.7 would be cut to 1; the other two would fail deep inside. Refused before anything is sent."""
+    with make_manager() as manager:
+        logits, targets = torch.ones(3, 2), torch.tensor([0, 1, 1])
+        embedding = tpo.nn.VocabParallelEmbedding(2 * size, WIDTH, manager=manager)
+        calls = {
+            "targets": lambda: tpo.nn.vocab_parallel_cross_entropy(logits, targets + 0.7, 2 * size, manager),
+            "logits": lambda: tpo.nn.vocab_parallel_cross_entropy(logits.long(), targets, 2 * size, manager),
+            "tokens": lambda: embedding([0, 1]),
+        }
+        try:
+            calls[what]()
+        except tpo.ActiveShapeError as error:
+            manager.check()
+            return str(error)
+    return "no error"

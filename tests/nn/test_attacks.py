@@ -38,6 +38,14 @@ def test_more_splits_than_flags(rank_pool) -> None:
     assert all("num_splits=65" in message for message in rank_pool(2).run(ranks.too_many_splits, timeout_s=60))
 
 
+@pytest.mark.parametrize("what", ["targets", "logits", "tokens"])
+def test_vocabulary_entries_are_whole_numbers(rank_pool, what: str) -> None:
+    for message in rank_pool(2).run(ranks.no_entries, what, timeout_s=60):
+        assert "give logits as a floating-point tensor and targets as a tensor of integers" in message or (
+            what == "tokens" and "tokens must be a 1-D tensor of integers, got list" in message
+        )
+
+
 @pytest.mark.parametrize("capacity", [1, 4, 5, 8, 100])
 def test_histogram_counts_every_call(capacity: int) -> None:
     statistics = NameStatistics(capacity)

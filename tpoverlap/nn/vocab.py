@@ -113,6 +113,8 @@ class VocabParallelEmbedding(torch.nn.Module):
 
     def _require_tokens(self, tokens: torch.Tensor, partition: TokenPartition | None) -> TokenPartition:
         name, manager = self.ub_name, self.manager
+        if not isinstance(tokens, torch.Tensor):
+            raise ActiveShapeError(f"{name}: tokens must be a 1-D tensor of integers, got {type(tokens).__name__}")
         if tokens.dim() != 1 or tokens.dtype not in (torch.int32, torch.int64):
             raise ActiveShapeError(f"{name}: tokens must be 1-D integers, got {list(tokens.shape)} {tokens.dtype}")
         note_shape(manager.active)
