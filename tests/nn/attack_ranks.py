@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -118,11 +119,23 @@ def autocast(rank: int, size: int) -> None:
         torch.testing.assert_close(a.grad, b.sum(0).expand(3, -1))
 
 
-def too_many_splits(rank: int, size: int) -> str:
-    """More pipeline splits than flags are refused at set-up."""
+def too_many(rank: int, size: int, option: str) -> str:
+    """More pipeline splits, or streams for them, than flags are refused at set-up."""
     try:
-        make_manager(ub_cfgs={"proj_fprop": {"method": "pipeline", "num_splits": 65}})
+        make_manager(ub_cfgs={"proj_fprop": {"method": "pipeline", option: 65}}).abort()
     except tpo.ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def dies_before(rank: int, size: int) -> str:
+    """Rank 1 is killed while the others wait for it in the constructor."""
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        make_manager()
+    except tpo.PeerTimeoutError as error:
         return str(error)
     return "no error"
 

@@ -34,8 +34,16 @@ def test_bulk_under_autocast(rank_pool) -> None:
     rank_pool(2).run(ranks.autocast, timeout_s=60)
 
 
-def test_more_splits_than_flags(rank_pool) -> None:
-    assert all("num_splits=65" in message for message in rank_pool(2).run(ranks.too_many_splits, timeout_s=60))
+@pytest.mark.parametrize("option", ["num_splits", "num_max_streams"])
+def test_more_splits_than_flags(rank_pool, option: str) -> None:
+    """A million streams were a million threads, until none could be started."""
+    assert all(f"{option}=65" in message for message in rank_pool(2).run(ranks.too_many, option, timeout_s=60))
+
+
+def test_a_rank_dies_before_it_makes_its_manager(rank_pool) -> None:
+    survivors = rank_pool(3).run(ranks.dies_before, timeout_s=60, expect_dead={1})
+    for message in (survivors[0], survivors[2]):
+        assert "(global ranks [0, 1, 2]) in a step of the set-up" in message
 
 
 @pytest.mark.parametrize("what", ["targets", "logits", "tokens"])
