@@ -140,7 +140,7 @@ def agree(group: ProcessGroup, value: Any) -> list[Any]:
         ranks = dist.get_process_group_ranks(group)
         raise PeerTimeoutError(
             f"rank {group.rank()} waited for the other ranks of its group (global ranks {ranks}) in a step of the "
-            f"set-up (a new manager, register), and one of them died or did not come; its own log has the cause: {error}"
+            f"set-up (a new manager, register), and one of them died or did not come; its log has the cause: {error}"
         ) from error
     return values
 
