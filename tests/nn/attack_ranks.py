@@ -156,3 +156,33 @@ def no_entries(rank: int, size: int, what: str) -> str:
             manager.check()
             return str(error)
     return "no error"
+
+
+def frozen_meanwhile(rank: int, size: int, option: str | None) -> None:
+    """As with plain torch: a weight that was frozen after its forward gets no gradient, wherever gradients go."""
+    options = {} if option is None else {option: True}
+    with make_manager() as manager:
+        layer = tpo.nn.Linear(WIDTH, FEATURES * size, parallel_mode="column", manager=manager, ub_name="qkv", **options)
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        x = seeded(2, WIDTH, seed=rank).requires_grad_()
+        y = layer(x)
+        layer.weight.requires_grad_(False)
+        y.sum().backward()
+        layer.backward_dw()
+        assert layer.weight.grad is None and not layer.weight.main_grad.any() and x.grad is not None
+        layer.weight.requires_grad_(True)
+        layer(x).sum().backward()
+        layer.backward_dw()
+        assert layer.weight.grad is not None or layer.weight.main_grad.any()
+
+
+def bad_names(rank: int, size: int) -> list[str]:
+    """A name that is no text is refused where it is given."""
+    with make_manager() as manager:
+        found = []
+        for name in (3, ("qkv",), b"qkv"):
+            try:
+                tpo.nn.Linear(WIDTH, 2 * size, parallel_mode="column", manager=manager, ub_name=name)
+            except tpo.ConfigError as error:
+                found.append(str(error))
+    return found

@@ -46,6 +46,16 @@ def test_a_rank_dies_before_it_makes_its_manager(rank_pool) -> None:
         assert "(global ranks [0, 1, 2]) in a step of the set-up" in message
 
 
+@pytest.mark.parametrize("option", [None, "delay_wgrad_compute", "fuse_wgrad_accumulation"])
+def test_frozen_between_forward_and_backward(rank_pool, option: str | None) -> None:
+    rank_pool(2).run(ranks.frozen_meanwhile, option, timeout_s=60)
+
+
+def test_names_are_text(rank_pool) -> None:
+    for messages in rank_pool(2).run(ranks.bad_names, timeout_s=60):
+        assert len(messages) == 3 and all("ub_name is needed" in message for message in messages)
+
+
 @pytest.mark.parametrize("what", ["targets", "logits", "tokens"])
 def test_vocabulary_entries_are_whole_numbers(rank_pool, what: str) -> None:
     for message in rank_pool(2).run(ranks.no_entries, what, timeout_s=60):

@@ -127,7 +127,7 @@ class WeightGrads:
         multiply: Multiply | None,
     ) -> None:
         for index, (weight, one, dy) in enumerate(zip(parameters, needed, output_grads, strict=True)):
-            if not one:
+            if not one or not weight.requires_grad:  # frozen since its forward: as autograd, no gradient
                 continue
             if multiply is not None:
                 grad = multiply(index)
