@@ -186,3 +186,37 @@ def bad_names(rank: int, size: int) -> list[str]:
             except tpo.ConfigError as error:
                 found.append(str(error))
     return found
+
+
+def compiled(rank: int, size: int) -> dict[str, bool]:
+    """Layers and functions inside torch.compile: they break the graph, and their results and gradients are right."""
+    same = {}
+    with make_manager() as manager:
+        block = tpo.nn.TransformerLayer(WIDTH, 8 * size, size, kv_channels=4, rotary_base=1e4, manager=manager)
+        column = tpo.nn.Linear(WIDTH, 3 * size, parallel_mode="column", manager=manager, ub_name="qkv")
+        row = tpo.nn.Linear(3 * size, WIDTH, parallel_mode="row", manager=manager, ub_name="proj")
+        weight, dgrad = seeded(FEATURES, WIDTH, seed=1), manager.get("qkv_dgrad")
+
+        def functions(x: torch.Tensor) -> torch.Tensor:
+            h = tpo.all_gather_gemm(x.sin(), weight, manager.layer("fc1"))
+            h = tpo.gemm_reduce_scatter(h.cos(), weight.t(), manager.layer("fc2"))
+            return h + tpo.bulk_all_gather(h, dgrad, (x, x))[1].sum()
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            targets = torch.arange(x.shape[0] * size) % (3 * size)
+            return tpo.nn.vocab_parallel_cross_entropy(column(x), targets, 3 * size, manager, reduction="sum")
+
+        calls = {"block": block, "layers": lambda x: row(column(x).relu()), "loss": loss, "functions": functions}
+        for name, call in calls.items():
+            twin = torch.compile(call, backend="aot_eager", dynamic=True)
+            for rows in (2, 5):
+                found = []
+                for one in (call, twin):
+                    x = seeded(rows * size, WIDTH, seed=rows)[rows * rank : rows * rank + rows].requires_grad_()
+                    y = one(x)
+                    (grad,) = torch.autograd.grad(y.square().sum(), x)
+                    found.append((y.detach(), grad))
+                same[f"{name}, {rows}"] = all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+        manager.check()
+    torch._dynamo.reset()
+    return same

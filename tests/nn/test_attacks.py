@@ -51,6 +51,12 @@ def test_frozen_between_forward_and_backward(rank_pool, option: str | None) -> N
     rank_pool(2).run(ranks.frozen_meanwhile, option, timeout_s=60)
 
 
+def test_compiled_programs(rank_pool) -> None:
+    """torch.compile stopped with an internal error at a look at an address."""
+    for same in rank_pool(2).run(ranks.compiled, timeout_s=90):
+        assert all(same.values()) and len(same) == 8, same
+
+
 def test_names_are_text(rank_pool) -> None:
     for messages in rank_pool(2).run(ranks.bad_names, timeout_s=60):
         assert len(messages) == 3 and all("ub_name is needed" in message for message in messages)

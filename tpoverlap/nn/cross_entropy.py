@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.nn.agreement import refuse, values_hash
+from tpoverlap.nn.autograd import is_compiling, uncompiled
 from tpoverlap.nn.vocab import vocabulary_rows
 from tpoverlap.nn.vocab_statistics import gather_statistics
 
@@ -66,6 +67,9 @@ def vocab_parallel_cross_entropy(
             refuses its targets and others do not.
         ConfigError: an unknown ``reduction``.
     """
+    if is_compiling():
+        options = {"ignore_index": ignore_index, "reduction": reduction}
+        return uncompiled(vocab_parallel_cross_entropy, logits, targets, vocab_size, manager, **options)
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction={reduction!r} is not known; use one of {', '.join(REDUCTIONS)}")
     manager.require_open()
