@@ -220,3 +220,25 @@ def compiled(rank: int, size: int) -> dict[str, bool]:
         manager.check()
     torch._dynamo.reset()
     return same
+
+
+def written_meanwhile(rank: int, size: int, mode: str, what: str) -> str:
+    """The caller refills its receive buffer between backward and backward_dw(): dW was that of other numbers."""
+    with make_manager() as manager:
+        features = (WIDTH, FEATURES * size) if mode == "column" else (FEATURES * size, WIDTH)
+        layer = tpo.nn.Linear(
+            *features, parallel_mode=mode, manager=manager, ub_name="qkv" if mode == "column" else "proj",
+            delay_wgrad_compute=True,
+        )  # fmt: skip
+        x = seeded(2, WIDTH, seed=rank) if mode == "column" else seeded(2 * size, FEATURES, seed=rank)
+        y = layer(x)
+        dy = torch.ones_like(y)
+        y.backward(dy)
+        (x if what == "input" else dy).zero_()
+        try:
+            layer.backward_dw()
+        except tpo.ConfigError as error:
+            layer(x).sum().backward()
+            layer.backward_dw()
+            return str(error)
+    return "no error"

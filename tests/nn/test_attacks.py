@@ -57,6 +57,13 @@ def test_compiled_programs(rank_pool) -> None:
         assert all(same.values()) and len(same) == 8, same
 
 
+@pytest.mark.parametrize(("mode", "what"), [("column", "gradient"), ("row", "input")])
+def test_written_before_the_delayed_gradient(rank_pool, mode: str, what: str) -> None:
+    """Of the operand that is the caller's: the other one is a gathered copy."""
+    for message in rank_pool(2).run(ranks.written_meanwhile, mode, what, timeout_s=60):
+        assert "was written to in place since backward (it is at version" in message
+
+
 def test_names_are_text(rank_pool) -> None:
     for messages in rank_pool(2).run(ranks.bad_names, timeout_s=60):
         assert len(messages) == 3 and all("ub_name is needed" in message for message in messages)
