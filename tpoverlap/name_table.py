@@ -195,9 +195,10 @@ class NameTable:
         return communicator
 
     def _make(self, name: str, options: OverlapConfig, **where: object) -> CommOverlap:
-        if options.method == "pipeline" and options.num_splits > MAX_PIECES:
+        if options.method == "pipeline" and max(options.num_splits, options.num_max_streams) > MAX_PIECES:
             raise ConfigError(
-                f"{name}: num_splits={options.num_splits}, but an operation has {MAX_PIECES} flags; use at most that"
+                f"{name}: num_splits={options.num_splits}, num_max_streams={options.num_max_streams}, but an operation "
+                f"has {MAX_PIECES} flags, one a split; use at most that"
             )
         kind: Callable[..., CommOverlap] = CommOverlapP2P if options.method == "ring_exchange" else CommOverlap
         defaults: dict[str, object] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -118,10 +119,126 @@ def autocast(rank: int, size: int) -> None:
         torch.testing.assert_close(a.grad, b.sum(0).expand(3, -1))
 
 
-def too_many_splits(rank: int, size: int) -> str:
-    """More pipeline splits than flags are refused at set-up."""
+def too_many(rank: int, size: int, option: str) -> str:
+    """More pipeline splits, or streams for them, than flags are refused at set-up."""
     try:
-        make_manager(ub_cfgs={"proj_fprop": {"method": "pipeline", "num_splits": 65}})
+        make_manager(ub_cfgs={"proj_fprop": {"method": "pipeline", option: 65}}).abort()
     except tpo.ConfigError as error:
         return str(error)
+    return "no error"
+
+
+def dies_before(rank: int, size: int) -> str:
+    """Rank 1 is killed while the others wait for it in the constructor."""
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        make_manager()
+    except tpo.PeerTimeoutError as error:
+        return str(error)
+    return "no error"
+
+
+def no_entries(rank: int, size: int, what: str) -> str:
+    """A target of 1.7 would be cut to 1; the other two would fail deep inside. Refused before anything is sent."""
+    with make_manager() as manager:
+        logits, targets = torch.ones(3, 2), torch.tensor([0, 1, 1])
+        embedding = tpo.nn.VocabParallelEmbedding(2 * size, WIDTH, manager=manager)
+        calls = {
+            "targets": lambda: tpo.nn.vocab_parallel_cross_entropy(logits, targets + 0.7, 2 * size, manager),
+            "logits": lambda: tpo.nn.vocab_parallel_cross_entropy(logits.long(), targets, 2 * size, manager),
+            "tokens": lambda: embedding([0, 1]),
+        }
+        try:
+            calls[what]()
+        except tpo.ActiveShapeError as error:
+            manager.check()
+            return str(error)
+    return "no error"
+
+
+def frozen_meanwhile(rank: int, size: int, option: str | None) -> None:
+    """As with plain torch: a weight that was frozen after its forward gets no gradient, wherever gradients go."""
+    options = {} if option is None else {option: True}
+    with make_manager() as manager:
+        layer = tpo.nn.Linear(WIDTH, FEATURES * size, parallel_mode="column", manager=manager, ub_name="qkv", **options)
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        x = seeded(2, WIDTH, seed=rank).requires_grad_()
+        y = layer(x)
+        layer.weight.requires_grad_(False)
+        y.sum().backward()
+        layer.backward_dw()
+        assert layer.weight.grad is None and not layer.weight.main_grad.any() and x.grad is not None
+        layer.weight.requires_grad_(True)
+        layer(x).sum().backward()
+        layer.backward_dw()
+        assert layer.weight.grad is not None or layer.weight.main_grad.any()
+
+
+def bad_names(rank: int, size: int) -> list[str]:
+    """A name that is no text is refused where it is given."""
+    with make_manager() as manager:
+        found = []
+        for name in (3, ("qkv",), b"qkv"):
+            try:
+                tpo.nn.Linear(WIDTH, 2 * size, parallel_mode="column", manager=manager, ub_name=name)
+            except tpo.ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+def compiled(rank: int, size: int) -> dict[str, bool]:
+    """Layers and functions inside torch.compile: they break the graph, and their results and gradients are right."""
+    same = {}
+    with make_manager() as manager:
+        block = tpo.nn.TransformerLayer(WIDTH, 8 * size, size, kv_channels=4, rotary_base=1e4, manager=manager)
+        column = tpo.nn.Linear(WIDTH, 3 * size, parallel_mode="column", manager=manager, ub_name="qkv")
+        row = tpo.nn.Linear(3 * size, WIDTH, parallel_mode="row", manager=manager, ub_name="proj")
+        weight, dgrad = seeded(FEATURES, WIDTH, seed=1), manager.get("qkv_dgrad")
+
+        def functions(x: torch.Tensor) -> torch.Tensor:
+            h = tpo.all_gather_gemm(x.sin(), weight, manager.layer("fc1"))
+            h = tpo.gemm_reduce_scatter(h.cos(), weight.t(), manager.layer("fc2"))
+            return h + tpo.bulk_all_gather(h, dgrad, (x, x))[1].sum()
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            targets = torch.arange(x.shape[0] * size) % (3 * size)
+            return tpo.nn.vocab_parallel_cross_entropy(column(x), targets, 3 * size, manager, reduction="sum")
+
+        calls = {"block": block, "layers": lambda x: row(column(x).relu()), "loss": loss, "functions": functions}
+        for name, call in calls.items():
+            twin = torch.compile(call, backend="aot_eager", dynamic=True)
+            for rows in (2, 5):
+                found = []
+                for one in (call, twin):
+                    x = seeded(rows * size, WIDTH, seed=rows)[rows * rank : rows * rank + rows].requires_grad_()
+                    y = one(x)
+                    (grad,) = torch.autograd.grad(y.square().sum(), x)
+                    found.append((y.detach(), grad))
+                same[f"{name}, {rows}"] = all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+        manager.check()
+    torch._dynamo.reset()
+    return same
+
+
+def written_meanwhile(rank: int, size: int, mode: str, what: str) -> str:
+    """The caller refills its receive buffer between backward and backward_dw(): dW was that of other numbers."""
+    with make_manager() as manager:
+        features = (WIDTH, FEATURES * size) if mode == "column" else (FEATURES * size, WIDTH)
+        layer = tpo.nn.Linear(
+            *features, parallel_mode=mode, manager=manager, ub_name="qkv" if mode == "column" else "proj",
+            delay_wgrad_compute=True,
+        )  # fmt: skip
+        x = seeded(2, WIDTH, seed=rank) if mode == "column" else seeded(2 * size, FEATURES, seed=rank)
+        y = layer(x)
+        dy = torch.ones_like(y)
+        y.backward(dy)
+        (x if what == "input" else dy).zero_()
+        try:
+            layer.backward_dw()
+        except tpo.ConfigError as error:
+            layer(x).sum().backward()
+            layer.backward_dw()
+            return str(error)
     return "no error"

@@ -133,6 +133,44 @@ def recomputed_under_autocast(rank: int, size: int) -> dict[str, bool]:
     return {"FP8 ran": differs, **{name: torch.equal(value, found[1][name]) for name, value in found[0].items()}}
 
 
+def resumed_under_autocast(rank: int, size: int) -> tuple[dict[str, bool], str]:
+    """Delayed scaling by fp8_autocast alone: a new layer that loads a state dict goes on bit by bit, also by way of a
+    layer that only loaded and saved it; another recipe than the histories' is refused, and the layer stays usable.
+    """
+    recipe = tpo.DelayedScaling(amax_history_len=3)
+
+    def make() -> nn.LayerNormMLP:
+        torch.manual_seed(3)
+        return nn.LayerNormMLP(HIDDEN, FFN * size, manager=manager)
+
+    def step(layer: nn.LayerNormMLP, number: int, recipe: tpo.DelayedScaling = recipe) -> torch.Tensor:
+        with tpo.fp8_autocast(True, recipe):
+            y = layer(_draw(4, HIDDEN, 10 * number + rank) * (1 + number))
+        y.square().sum().backward()
+        return y.detach()
+
+    with _open() as manager:
+        first, second, third = make(), make(), make()
+        for number in range(3):
+            step(first, number)
+        saved = {name: value.clone() for name, value in first.state_dict().items()}
+        second.load_state_dict(saved)
+        passed_on = second.state_dict()
+        same = {"names": list(passed_on) == list(saved)}
+        same["values"] = all(torch.equal(passed_on[name], value) for name, value in saved.items())
+        third.load_state_dict(passed_on)
+        message = ""
+        try:
+            step(third, 3, tpo.DelayedScaling(amax_history_len=5))
+        except tpo.ConfigError as error:
+            message = str(error)
+        expected = step(first, 3)
+        same |= {"second": torch.equal(step(second, 3), expected), "third": torch.equal(step(third, 3), expected)}
+        same["a history mattered"] = not torch.equal(step(make(), 3), expected)
+        manager.check()
+    return same, message
+
+
 def without_sequence_parallelism(rank: int, size: int, recipe_name: str, config: str) -> None:
     """Column and row layers on whole activations against each rank's quantisation in plain torch, at several T."""
     recipe = RECIPES[recipe_name]

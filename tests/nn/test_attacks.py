@@ -34,8 +34,47 @@ def test_bulk_under_autocast(rank_pool) -> None:
     rank_pool(2).run(ranks.autocast, timeout_s=60)
 
 
-def test_more_splits_than_flags(rank_pool) -> None:
-    assert all("num_splits=65" in message for message in rank_pool(2).run(ranks.too_many_splits, timeout_s=60))
+@pytest.mark.parametrize("option", ["num_splits", "num_max_streams"])
+def test_more_splits_than_flags(rank_pool, option: str) -> None:
+    """A million streams were a million threads, until none could be started."""
+    assert all(f"{option}=65" in message for message in rank_pool(2).run(ranks.too_many, option, timeout_s=60))
+
+
+def test_a_rank_dies_before_it_makes_its_manager(rank_pool) -> None:
+    survivors = rank_pool(3).run(ranks.dies_before, timeout_s=60, expect_dead={1})
+    for message in (survivors[0], survivors[2]):
+        assert "(global ranks [0, 1, 2]) in a step of the set-up" in message
+
+
+@pytest.mark.parametrize("option", [None, "delay_wgrad_compute", "fuse_wgrad_accumulation"])
+def test_frozen_between_forward_and_backward(rank_pool, option: str | None) -> None:
+    rank_pool(2).run(ranks.frozen_meanwhile, option, timeout_s=60)
+
+
+def test_compiled_programs(rank_pool) -> None:
+    """torch.compile stopped with an internal error at a look at an address."""
+    for same in rank_pool(2).run(ranks.compiled, timeout_s=90):
+        assert all(same.values()) and len(same) == 8, same
+
+
+@pytest.mark.parametrize(("mode", "what"), [("column", "gradient"), ("row", "input")])
+def test_written_before_the_delayed_gradient(rank_pool, mode: str, what: str) -> None:
+    """Of the operand that is the caller's: the other one is a gathered copy."""
+    for message in rank_pool(2).run(ranks.written_meanwhile, mode, what, timeout_s=60):
+        assert "was written to in place since backward (it is at version" in message
+
+
+def test_names_are_text(rank_pool) -> None:
+    for messages in rank_pool(2).run(ranks.bad_names, timeout_s=60):
+        assert len(messages) == 3 and all("ub_name is needed" in message for message in messages)
+
+
+@pytest.mark.parametrize("what", ["targets", "logits", "tokens"])
+def test_vocabulary_entries_are_whole_numbers(rank_pool, what: str) -> None:
+    for message in rank_pool(2).run(ranks.no_entries, what, timeout_s=60):
+        assert "give logits as a floating-point tensor and targets as a tensor of integers" in message or (
+            what == "tokens" and "tokens must be a 1-D tensor of integers, got list" in message
+        )
 
 
 @pytest.mark.parametrize("capacity", [1, 4, 5, 8, 100])

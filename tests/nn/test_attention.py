@@ -98,6 +98,10 @@ def test_a_tensor_is_looked_at_once_until_it_changes() -> None:
     assert packed_sequences(cu_seqlens, 13, CPU).host_offsets == (0, 4, 6, 13)
     with pytest.raises(ActiveShapeError, match="ends at 13, but this microbatch has T=14"):
         packed_sequences(cu_seqlens, 14, CPU)
+    cu_seqlens.numpy()[1] = 3  # no new version: numpy may own the memory
+    assert packed_sequences(cu_seqlens, 13, CPU).host_offsets == (0, 3, 6, 13)
+    cu_seqlens.data[2] = 8
+    assert packed_sequences(cu_seqlens, 13, CPU).host_offsets == (0, 3, 8, 13)
     with pytest.raises(ActiveShapeError, match="packed for T=13, but this microbatch has T=14"):
         packed_sequences(first, 14, CPU)
     with torch.inference_mode():

@@ -35,6 +35,12 @@ def test_recomputed_by_delayed_scaling(rank_pool, size: int, sequence_parallel: 
         assert all(same.values()) and any("amax_history" in name for name in same), same
 
 
+def test_histories_wait_for_the_first_autocast(rank_pool) -> None:
+    for same, message in rank_pool(2).run(fp8_layer_ranks.resumed_under_autocast, timeout_s=60.0):
+        assert all(same.values()) and len(same) == 5, same
+        assert "do not fit the recipe of this forward, DelayedScaling" in message and "amax_history_len=5" in message
+
+
 @pytest.mark.parametrize(
     ("size", "recipe", "config"),
     [

@@ -142,7 +142,7 @@ class Llama(torch.nn.Module):
             )
             for _ in range(llama.LAYERS)
         )  # fmt: skip
-        self.norm = torch.nn.Parameter(torch.empty(llama.HIDDEN))
+        self.norm = torch.nn.Parameter(torch.ones(llama.HIDDEN))  # what is uninitialised may be NaN, equal to nothing
         weight = self.embedding.weight if tied else None
         self.head = tpo.nn.VocabParallelHead(llama.HIDDEN, llama.VOCAB, weight=weight, manager=manager)
 

@@ -11,6 +11,7 @@ import torch
 
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.manager import UserBufferManager
+from tpoverlap.nn.functional import all_gather_gemm
 from tpoverlap.overlap import OperationContext, bulk, fused, ring_exchange, sequential
 from tpoverlap.testing.conformance.setting import Setting
 from tpoverlap.testing.faults import delay_transfers
@@ -174,6 +175,29 @@ def bulk_by_programs(rank: int, size: int, setting: Setting, partitions: Sequenc
                 lambda w, keep=found: keep.append(w.clone()),
             )
             assert torch.equal(found[0], x)
+        manager.check()
+    return len(partitions)
+
+
+def backward_by_programs(rank: int, size: int, partitions: Sequence[TokenPartition]) -> int:
+    """dgrad's fused scatter while the gather for wgrad is open, both by programs: one interpreted kernel at a time."""
+    config = {"qkv_dgrad": {"method": "fused", "is_reduce_scatter": True, "use_ce": False, "num_sm": 2}}
+    width, features, most = 16, 6, max(partition.max_count for partition in partitions)
+    with UserBufferManager(
+        None, (40, width), torch.float32, "cpu", config, max_rows_per_rank=most, timeout_s=30.0
+    ) as manager:
+        for turn, partition in enumerate(partitions):
+            generator = torch.Generator().manual_seed(turn)
+            whole = torch.randn(partition.total, width, generator=generator)
+            weights = [torch.randn(features, width, generator=generator) for _ in range(size)]
+            x = whole[partition.rows(rank)].clone().requires_grad_()
+            weight = weights[rank].clone().requires_grad_()
+            y = all_gather_gemm(x, weight, manager.layer("qkv"), partition=partition)
+            y.backward(torch.ones_like(y))
+            assert x.grad is not None and weight.grad is not None
+            expected = torch.stack([w.sum(0) for w in weights]).sum(0).expand_as(x)
+            torch.testing.assert_close(x.grad, expected)
+            torch.testing.assert_close(weight.grad, whole.sum(0).expand_as(weight))
         manager.check()
     return len(partitions)
 

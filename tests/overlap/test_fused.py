@@ -105,6 +105,11 @@ def test_a_peer_that_never_comes_is_an_error(pool: RankPool, form: str) -> None:
     assert message.startswith("PeerTimeoutError") and "rank 1" in message
 
 
+def test_backward_by_programs(pool: RankPool) -> None:
+    turns = partitions(2)
+    assert pool.run(fused_ranks.backward_by_programs, turns) == [len(turns)] * 2
+
+
 @pytest.mark.parametrize(("method", "use_ce"), [("fused", True), ("ring_exchange", False)])
 def test_the_process_group_backend_has_no_flags(pool: RankPool, method: str, use_ce: bool) -> None:
     messages = Setting(backend="process_group", capacity=40)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tpoverlap.errors import PeerTimeoutError
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
@@ -124,11 +126,22 @@ class Backend(ABC):
 
 
 def agree(group: ProcessGroup, value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order. Collective, host-side, only used at set-up."""
+    """``value`` of every rank, in rank order. Collective, host-side, only used at set-up.
+
+    Raises:
+        PeerTimeoutError: a rank died, or the group's own time-out ended the wait for it. (No ``timeout_s`` yet.)
+    """
     import torch.distributed as dist
 
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise PeerTimeoutError(
+            f"rank {group.rank()} waited for the other ranks of its group (global ranks {ranks}) in a step of the "
+            f"set-up (a new manager, register), and one of them died or did not come; its log has the cause: {error}"
+        ) from error
     return values
 
 

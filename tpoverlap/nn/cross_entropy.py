@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.nn.agreement import refuse, values_hash
+from tpoverlap.nn.autograd import is_compiling, uncompiled
 from tpoverlap.nn.vocab import vocabulary_rows
 from tpoverlap.nn.vocab_statistics import gather_statistics
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _BLOCK_ELEMENTS = 1 << 24
 """Of the float32 scratch: 64 MiB."""
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REDUCTIONS = ("none", "sum", "mean")
 
 
@@ -59,17 +61,21 @@ def vocab_parallel_cross_entropy(
         reduction: "none" [T], "sum", or "mean" over the rows that are not ignored.
 
     Raises:
-        ActiveShapeError: shapes do not fit each other, or a target is outside the vocabulary. (On a GPU nobody waits to
-            look at targets: such a row's loss is NaN.)
+        ActiveShapeError: shapes do not fit each other, targets are no integers, or one is outside the vocabulary. (On a
+            GPU nobody waits to look at targets: such a row's loss is NaN.)
         RankMismatchError: ranks differ in T, in the vocabulary, or (on the CPU) in their targets; also where one rank
             refuses its targets and others do not.
         ConfigError: an unknown ``reduction``.
     """
+    if is_compiling():
+        options = {"ignore_index": ignore_index, "reduction": reduction}
+        return uncompiled(vocab_parallel_cross_entropy, logits, targets, vocab_size, manager, **options)
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction={reduction!r} is not known; use one of {', '.join(REDUCTIONS)}")
     manager.require_open()
     vocabulary = vocabulary_rows(vocab_size, manager)
     width = vocabulary.stop - vocabulary.start
+    _require_kinds(logits, targets)
     if logits.dim() != 2 or targets.shape != logits.shape[:1] or logits.shape[1] != width or logits.shape[0] == 0:
         raise ActiveShapeError(
             f"logits are {list(logits.shape)}, targets {list(targets.shape)}; rank {manager.rank} of "
@@ -85,6 +91,18 @@ def vocab_parallel_cross_entropy(
         return losses
     total = losses.sum()
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+
+def _require_kinds(logits: torch.Tensor, targets: torch.Tensor) -> None:
+    """A fraction would be cut to the entry below it, without a word."""
+    kinds = [getattr(one, "dtype", type(one).__name__) for one in (logits, targets)]
+    tensors = isinstance(logits, torch.Tensor) and isinstance(targets, torch.Tensor)
+    if tensors and logits.is_floating_point() and targets.dtype in _INTEGERS:
+        return
+    raise ActiveShapeError(
+        f"logits are {kinds[0]}, targets {kinds[1]}; give logits as a floating-point tensor and targets as a tensor of "
+        "integers: entries of the vocabulary"
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from tpoverlap.communicator import CommOverlap, Communicators
 from tpoverlap.errors import ActiveShapeError
 from tpoverlap.gemm.fp8 import Fp8State
-from tpoverlap.nn.autograd import apply
+from tpoverlap.nn.autograd import apply, is_compiling, uncompiled
 from tpoverlap.nn.bulk import BulkAllGather, BulkReduceScatter
 from tpoverlap.nn.column import ColumnLinear
 from tpoverlap.nn.fp8 import Fp8ColumnLinear, Fp8RowLinear, require_fp8_gemm, require_unquantised
@@ -61,6 +61,8 @@ def all_gather_gemm(
         CapacityError: T does not fit. ConfigError: ``comm`` is for reduce-scatter, or FP8 is not to be had here.
         RankMismatchError, PeerTimeoutError: see docs/protocol.md.
     """
+    if is_compiling():
+        return uncompiled(all_gather_gemm, x_shard_t, weight, comm, bias, partition, return_gathered, fp8)
     layer = comm if comm.__class__ is LayerView else as_layer(comm, row=False)
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
@@ -77,7 +79,8 @@ def all_gather_gemm(
     manager = layer.manager
     outputs: tuple[torch.Tensor, ...]
     if fp8 is None:
-        require_unquantised(comm)
+        if isinstance(comm, CommOverlap):
+            require_unquantised(comm)
         outputs = _apply(
             manager, ColumnLinear, layer, resolved, return_gathered, x_shard_t, len(weights), *weights, *biases
         )
@@ -115,6 +118,8 @@ def gemm_reduce_scatter(
     Raises:
         As `all_gather_gemm`.
     """
+    if is_compiling():
+        return uncompiled(gemm_reduce_scatter, x, weight, comm, bias, partition, fp8)
     layer = comm if comm.__class__ is LayerView else as_layer(comm, row=True)
     resolved = full_partition(layer.fprop, x, partition)
     require_matmul(layer.fprop, x, [weight])
@@ -123,7 +128,8 @@ def gemm_reduce_scatter(
         bias = _checked_bias(layer.name, weight, bias)
     result: torch.Tensor
     if fp8 is None:
-        require_unquantised(comm)
+        if isinstance(comm, CommOverlap):
+            require_unquantised(comm)
         result = _apply(layer.manager, RowLinear, layer, resolved, x, weight, bias)
     else:
         require_fp8_gemm(layer, fp8, x, [weight])
@@ -138,6 +144,8 @@ def bulk_all_gather(
     partition: TokenPartition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(all_gather(x_shard_t) [T, H], a @ b.T) for ``gemm=(a, b)``, the gather beside the independent GEMM."""
+    if is_compiling():
+        return uncompiled(bulk_all_gather, x_shard_t, comm, gemm, partition)
     require_communicator(comm, scatter=False)
     resolved = shard_partition(comm, x_shard_t, partition)
     a, b = _require_operands(comm, gemm)
@@ -152,6 +160,8 @@ def bulk_reduce_scatter(
     partition: TokenPartition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(reduce_scatter(y) [T_r, H], a @ b.T) for ``gemm=(a, b)``, the scatter beside the independent GEMM."""
+    if is_compiling():
+        return uncompiled(bulk_reduce_scatter, y, comm, gemm, partition)
     require_communicator(comm, scatter=True)
     resolved = full_partition(comm, y, partition, "y")
     require_output_width(comm, y.shape[1])

@@ -47,7 +47,7 @@ def require_communicator(comm: CommOverlap, *, scatter: bool) -> None:
     """For functions that take one communicator: raise ConfigError unless it is one, and of this direction."""
     if not isinstance(comm, CommOverlap):
         raise ConfigError(f"comm must be one communicator, mgr.get('..._dgrad') for example, got {type(comm).__name__}")
-    if comm.manager.has_fixed_direction(comm.name):
+    if comm.is_reduce_scatter != scatter and comm.manager.has_fixed_direction(comm.name):
         require_direction(comm, scatter=scatter)
 
 

@@ -9,6 +9,7 @@ import torch
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.errors import ConfigError
 from tpoverlap.gemm.fp8 import Recipe
+from tpoverlap.nn.autograd import is_compiling, uncompiled
 from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.norm import NormOptions
@@ -132,6 +133,8 @@ class LayerNormLinear(NormedLayer):
 
     def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> Output:
         """[T_r, in] -> [T, out/R]; with ``return_bias`` and ``return_layernorm_output`` (y, bias, norm(x))."""
+        if is_compiling():
+            return uncompiled(LayerNormLinear.forward, self, x, partition)
         bias = self.bias
         normed = self.norm_options(x, self.layer_norm_weight, self.layer_norm_bias)
         y, gathered = self._gemms[0].column(

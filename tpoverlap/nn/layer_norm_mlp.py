@@ -8,6 +8,7 @@ import torch
 
 from tpoverlap.gemm.fp8 import Recipe
 from tpoverlap.nn.activation import activate, is_gated, require_activation
+from tpoverlap.nn.autograd import is_compiling, uncompiled
 from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.norm import NormOptions
@@ -142,6 +143,8 @@ class LayerNormMLP(NormedLayer):
 
     def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> Output:
         """[T_r, H] -> [T_r, H]; with ``return_bias`` and ``return_layernorm_output`` (y, bias, norm(x))."""
+        if is_compiling():
+            return uncompiled(LayerNormMLP.forward, self, x, partition)
         (fc1, fc2), fc2_bias = self._gemms, self.fc2_bias
         normed = self.norm_options(x, self.layer_norm_weight, self.layer_norm_bias)
         h, gathered = fc1.column(

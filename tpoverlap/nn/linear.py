@@ -9,6 +9,7 @@ import torch
 from tpoverlap.communicator import LayerCommunicators
 from tpoverlap.errors import ConfigError
 from tpoverlap.gemm.fp8 import Recipe
+from tpoverlap.nn.autograd import is_compiling, uncompiled
 from tpoverlap.nn.fp8_context import Fp8Slot
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.parallel_layer import GemmOptions, ParallelLayer
@@ -137,6 +138,8 @@ class Linear(ParallelLayer):
         self, x: torch.Tensor, partition: TokenPartition | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """[T_r, in] -> [T, out/R] (column), or [T, in/R] -> [T_r, out] (row)."""
+        if is_compiling():
+            return uncompiled(Linear.forward, self, x, partition)
         own_bias = self.bias
         bias = None if self.return_bias else own_bias
         if self.parallel_mode == "row":

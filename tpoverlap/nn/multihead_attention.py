@@ -8,6 +8,7 @@ import torch
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.nn.agreement import agreeing_on
+from tpoverlap.nn.autograd import is_compiling, uncompiled
 from tpoverlap.nn.elementwise import HeadLayout
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.linear import Linear
@@ -170,6 +171,9 @@ class MultiheadAttention(torch.nn.Module):
             ActiveShapeError: ``cu_seqlens`` does not describe the T rows, or ``rotary_pos_emb`` is not of their shape;
                 others as `all_gather_gemm`.
         """
+        if is_compiling():
+            options = {"max_seqlen": max_seqlen, "rotary_pos_emb": rotary_pos_emb, "partition": partition}
+            return uncompiled(MultiheadAttention.forward, self, hidden_states, cu_seqlens, **options)
         num_tokens = self._num_tokens(hidden_states, partition)
         sequences = packed_sequences(
             (0, num_tokens) if cu_seqlens is None else cu_seqlens, num_tokens, hidden_states.device, max_seqlen

@@ -53,10 +53,10 @@ class ParallelGemm:
         delay_wgrad_compute: bool = False,
         fp8: Fp8Slot | None = None,
     ) -> None:
-        if not ub_name:
+        if not ub_name or not isinstance(ub_name, str):
             raise ConfigError(
-                "ub_name is needed: 'qkv', 'proj', 'fc1', 'fc2' or a name for mgr.register (an unregistered one runs "
-                "without overlap)"
+                f"ub_name is needed: 'qkv', 'proj', 'fc1', 'fc2' or a name for mgr.register (an unregistered one runs "
+                f"without overlap), got {ub_name!r}"
             )
         self.manager, self.ub_name, self.row, self.sequence_parallel = manager, ub_name, row, sequence_parallel
         self.delayed = DelayedWork() if delay_wgrad_compute else None

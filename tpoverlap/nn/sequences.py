@@ -19,7 +19,8 @@ class PackedSequences:
     """Sequences one behind the other (THD layout): row offsets, the longest length, the position of every row.
 
     Make one a microbatch and pass it to every layer as ``cu_seqlens``; layers make one themselves from a tensor, and
-    keep it with that tensor, so that a stack of layers does this once a tensor too.
+    keep it with that tensor, so that a stack of layers does this once a tensor too. A tensor on a GPU that is written
+    through ``.data`` keeps the old one: make one yourself then.
 
     Args:
         cu_seqlens: first row of each sequence, and T at the end: [0, ..., T], strictly increasing; int32 or int64 on
@@ -107,11 +108,14 @@ def packed_sequences(
         return PackedSequences(cu_seqlens, num_tokens, device, max_seqlen)
     key = (cu_seqlens._version, num_tokens, device, max_seqlen)
     known = getattr(cu_seqlens, "_tpoverlap_packed", None)
-    if known is None or known[0] != key:
-        known = (key, PackedSequences(cu_seqlens, num_tokens, device, max_seqlen))
+    # Numpy, which may own a host tensor's memory, and ``.data`` write without a new version.
+    on_host = cu_seqlens.device.type == "cpu"
+    if known is None or known[0] != key or (on_host and not torch.equal(cu_seqlens, known[2])):
+        packed = PackedSequences(cu_seqlens, num_tokens, device, max_seqlen)
+        known = (key, packed, cu_seqlens.clone() if on_host else None)
         cu_seqlens._tpoverlap_packed = known  # type: ignore[attr-defined]  # gone with the tensor
-    packed: PackedSequences = known[1]
-    return packed
+    found: PackedSequences = known[1]
+    return found
 
 
 def _whole_numbers(offsets: Any) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from tpoverlap.communicator import CommOverlap, LayerCommunicators
 from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.nn.agreement import refuse, values_hash
+from tpoverlap.nn.autograd import is_compiling, uncompiled
 from tpoverlap.nn.layer_view import OverlapFlags
 from tpoverlap.nn.parallel_gemm import ParallelGemm
 from tpoverlap.nn.parallel_layer import ParallelLayer
@@ -104,6 +105,8 @@ class VocabParallelEmbedding(torch.nn.Module):
                 GPU nobody waits to look at values: a token outside the vocabulary has an embedding of NaN.)
             RankMismatchError: on the CPU, ranks differ in their tokens; one rank refuses its tokens and others do not.
         """
+        if is_compiling():
+            return uncompiled(VocabParallelEmbedding.forward, self, tokens, partition)
         comm = self.comm.fprop
         resolved = self._require_tokens(tokens, partition)
         x: torch.Tensor = _Embed.apply(  # type: ignore[no-untyped-call]
@@ -113,6 +116,8 @@ class VocabParallelEmbedding(torch.nn.Module):
 
     def _require_tokens(self, tokens: torch.Tensor, partition: TokenPartition | None) -> TokenPartition:
         name, manager = self.ub_name, self.manager
+        if not isinstance(tokens, torch.Tensor):
+            raise ActiveShapeError(f"{name}: tokens must be a 1-D tensor of integers, got {type(tokens).__name__}")
         if tokens.dim() != 1 or tokens.dtype not in (torch.int32, torch.int64):
             raise ActiveShapeError(f"{name}: tokens must be 1-D integers, got {list(tokens.shape)} {tokens.dtype}")
         note_shape(manager.active)
@@ -247,6 +252,8 @@ class VocabParallelHead(ParallelLayer):
 
     def forward(self, x: torch.Tensor, partition: TokenPartition | None = None) -> torch.Tensor:
         """[T_r, H] -> [T, V_r]."""
+        if is_compiling():
+            return uncompiled(VocabParallelHead.forward, self, x, partition)
         return self._gemms[0].column(x, self.weight, None, partition)[0]
 
     def extra_repr(self) -> str:

@@ -101,9 +101,19 @@ class WeightGrads:
             output_grads: dy, [T, N_i] each, contiguous.
             x: [T, K], the input that all of them share. A delayed GEMM reads it later: not a view of a buffer then.
             multiply: gives dW of weight number i; None: ``output_grads[i]^T @ x``.
+
+        Raises:
+            ConfigError: of a delayed GEMM, when it is done: dy or x was written to meanwhile.
         """
         if self.delayed is not None:
-            self.delayed.push(lambda: self._write(parameters, needed, output_grads, x, multiply))
+            read = () if multiply is not None else (*output_grads, x)  # FP8 has copies of its own
+            versions = [tensor._version for tensor in read]
+
+            def write() -> None:
+                _require_unwritten(read, versions)
+                self._write(parameters, needed, output_grads, x, multiply)
+
+            self.delayed.push(write)
             return [None] * len(needed)
         if self.accumulate:
             self._write(parameters, needed, output_grads, x, multiply)
@@ -127,7 +137,7 @@ class WeightGrads:
         multiply: Multiply | None,
     ) -> None:
         for index, (weight, one, dy) in enumerate(zip(parameters, needed, output_grads, strict=True)):
-            if not one:
+            if not one or not weight.requires_grad:  # frozen since its forward: as autograd, no gradient
                 continue
             if multiply is not None:
                 grad = multiply(index)
@@ -154,6 +164,17 @@ def _add_weight_grad(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> 
         total.addmm_(dy.t(), x)
     else:
         total.add_(weight_grad(dy, x))  # no GEMM of torch's adds to another dtype than its operands' on every device
+
+
+def _require_unwritten(tensors: Sequence[torch.Tensor], versions: list[int]) -> None:
+    """What autograd checks when backward reads a saved tensor; a delayed GEMM reads the caller's later still."""
+    for tensor, version in zip(tensors, versions, strict=True):
+        if tensor._version != version:
+            raise ConfigError(
+                f"delay_wgrad_compute=True keeps the layer's input and the gradient of its output until backward_dw(), "
+                f"but one of them, {list(tensor.shape)} {tensor.dtype}, was written to in place since backward (it is "
+                f"at version {tensor._version}, not {version}); call backward_dw() before, or give backward a copy"
+            )
 
 
 def _dummy(weight: torch.Tensor) -> torch.Tensor | None:

@@ -144,6 +144,8 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
         slot, epoch = kernels.slots.at(context.region)
         own_rows = launcher.own_rows(rows, gemm, out, slot, epoch) if out.shape[0] else None
         allocated = caller.record()  # before the kernel: sends follow its counters, not its end
+        if launcher.interpreted and not context.config.use_ce and context.channel is not None:
+            caller.wait(context.channel.comm_stream.record())  # an open gather's copies are such kernels, too
         if rows.others:
             # Both launches are prepared by now: nothing is compiled or loaded between them, while streams wait.
             exchange.run(caller, launcher.partial_rows(rows, gemm, staging, counters), "gemm", 1)
