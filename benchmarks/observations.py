@@ -10,6 +10,7 @@ from typing import Any
 
 from tpoverlap.tuning import Candidate, Problem
 from tpoverlap.tuning.model import launched_as
+from tpoverlap.tuning.problem import scatter_parts
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "tpoverlap"
@@ -21,6 +22,10 @@ and it is compared with ours."""
 HOST_SINCE = "2026-12-01T00:30"
 """Times of the processor in earlier files, of whichever method, are not compared with later ones: another machine, and
 operations that Python started call by call."""
+CUT_SINCE = "2026-12-01T04:30"
+"""Before, pieces of a ring's reduce-scatter were nearly equal."""
+MULTIPROCESSORS = 132
+"""Of the GPUs that were measured."""
 BENCH_METHODS = (
     "plain sequential",
     "sequential",
@@ -97,6 +102,14 @@ def host_code(environment: dict[str, Any], code: str) -> str:
     return code if environment.get("date", HOST_SINCE) >= HOST_SINCE else f"{code} before tapes"
 
 
+def was_cut_otherwise(environment: dict[str, Any], problem: Problem, candidate: Candidate) -> bool:
+    """Whether it was measured of a ring that cut this reduce-scatter in other pieces than today's."""
+    if candidate.method != "ring_exchange" or problem.kind != "scatter":
+        return False
+    is_equal = scatter_parts(problem, MULTIPROCESSORS) == scatter_parts(problem, 0)
+    return not is_equal and environment.get("date", CUT_SINCE) < CUT_SINCE
+
+
 def problem_of(direction: str, row: dict[str, Any], tp_size: int = 2) -> Problem:
     tokens, inner, columns = row["tokens"], row["in_features"], row["out_features"]
     if direction == "ag":
@@ -171,6 +184,8 @@ def _bench(source: str, data: dict[str, Any]) -> Iterator[Observation]:
                     yield Observation(source, "plain", times[mode], problem, code=whose)
                 else:
                     candidate = candidate_of(label)
+                    if was_cut_otherwise(data["environment"], problem, candidate):
+                        continue
                     yield Observation(
                         source, "method", times[mode], problem, candidate, whose, current=True, traded=traded
                     )

@@ -21,7 +21,7 @@ from tpoverlap.comm.quick_ring import QuickRing
 from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.memory.base import agree
 from tpoverlap.memory.driver import OPERATION_BYTES, PACK, WAIT_32, WAIT_64, WRITE_64, MemoryOperations
-from tpoverlap.overlap import fused_launch
+from tpoverlap.overlap import context, fused_launch
 from tpoverlap.testing import faults
 from tpoverlap.testing.simulated import CALLER, SimulatedBackend, SimulatedDriver
 from tpoverlap.tokens import TokenPartition
@@ -31,14 +31,22 @@ MORE_KINDS = ("gathered", "nested", "launch_ag", "launch_rs")
 """With the gathered rows; forward and backward, where a scatter runs inside a gather; rows that a kernel moves."""
 
 
+def _unequal(partition: TokenPartition, *others: int) -> pieces.Cut | None:
+    """Of every other even T two pieces of different sizes, instead of as many equal ones."""
+    rows = pieces.scatter_piece_rows(partition, *others[:-1])
+    return rows if rows is None or partition.total % 4 else pieces.FirstPiece(2 * min(partition.counts) // 3)
+
+
 @contextmanager
 def cut_early(*, narrow: bool = True) -> Iterator[None]:
-    """Chunks of few rows have several pieces; ``narrow``: of a gather they are multiplied one by one."""
+    """Chunks of few rows have several pieces, of a scatter some of different sizes; ``narrow``: of a gather they are
+    multiplied one by one.
+    """
     sizes = {
         **{"GATHER_ROWS_OF_TWO": 12, "FULL_PIECE": 3 * ops.WIDTH, "MIN_PIECE_ROWS": 2, "BYTES_OF_FOUR": 600},
         **{"NARROW_OUTPUT": 2048 if narrow else 0, "NARROW_OPERAND_BYTES": 0},
     }
-    with mock.patch.multiple(pieces, **sizes):
+    with mock.patch.multiple(pieces, **sizes), mock.patch.object(context, "scatter_cut", _unequal):
         yield
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import tpoverlap as tpo
+from tests.comm.quick_ring_ranks import cut_early
 from tests.costs.null_device import NullBackend, NullDriver
 from tpoverlap.comm import collectives
 from tpoverlap.tokens import TokenPartition
@@ -48,6 +49,7 @@ def calls(rank: int, size: int, repeats: int) -> dict[str, Calls]:
     """After a warm-up, without gradients; plain collectives are left out."""
     config = {
         "proj_fprop": {"method": "ring_exchange"},
+        "pieces_fprop": {"method": "ring_exchange", "is_reduce_scatter": True},
         "fc1_fprop": {"method": "sequential"},
         "fc2_fprop": {"method": "sequential"},
     }
@@ -63,11 +65,12 @@ def calls(rank: int, size: int, repeats: int) -> dict[str, Calls]:
         driver = mgr.channel.transport.driver
         assert isinstance(driver, NullDriver), "the backend's"
         mgr.set_active_shape(partition=TokenPartition.even(TOKENS, size))
-        qkv, proj, fc1, fc2 = (mgr.layer(name) for name in ("qkv", "proj", "fc1", "fc2"))
+        qkv, proj, pieces, fc1, fc2 = (mgr.layer(name) for name in ("qkv", "proj", "pieces", "fc1", "fc2"))
         dgrad, wgrad = mgr.get("qkv_dgrad"), mgr.get("qkv_wgrad")
         operations: dict[str, Callable[[], object]] = {
             "ring all-gather": lambda: tpo.all_gather_gemm(x, w, qkv),
             "ring reduce-scatter": lambda: tpo.gemm_reduce_scatter(h, v, proj),
+            "ring reduce-scatter, two pieces": lambda: tpo.gemm_reduce_scatter(h, v, pieces),
             "bulk all-gather": lambda: tpo.bulk_all_gather(x, dgrad, (h, v)),
             "bulk reduce-scatter": lambda: tpo.bulk_reduce_scatter(y, wgrad, (h, v)),
             "sequential all-gather": lambda: tpo.all_gather_gemm(x, w, fc1),
@@ -78,6 +81,8 @@ def calls(rank: int, size: int, repeats: int) -> dict[str, Calls]:
             patch.start()
         try:
             with torch.no_grad():
+                with cut_early():  # how a name is cut is worked out when it is first used
+                    operations["ring reduce-scatter, two pieces"]()
                 return {name: _count(operation, driver, repeats) for name, operation in operations.items()}
         finally:
             for patch in patches:

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 import tpoverlap as tpo
+from tests.comm.quick_ring_ranks import cut_early
 from tests.costs.call_ranks import Calls, _count
 from tests.costs.null_device import NullBackend, NullDriver
 from tests.costs.null_kernels import NullKernelDriver, no_compiler
@@ -35,6 +36,7 @@ from tpoverlap.tokens import TokenPartition
 TOKENS, WIDTH, OUT = 256, 64, 8
 CONFIG = {
     "proj_fprop": {"method": "ring_exchange"},
+    "pieces_fprop": {"method": "ring_exchange", "is_reduce_scatter": True},
     "fc1_fprop": {"method": "sequential"},
     "fc1_dgrad": {"method": "sequential"},
     "fc2_fprop": {"method": "sequential"},
@@ -95,12 +97,13 @@ def tape_calls(rank: int, size: int, repeats: int) -> dict[str, Calls]:
         assert isinstance(driver, NullDriver), "the backend's"
         partition = TokenPartition.even(TOKENS, size)
         mgr.set_active_shape(partition=partition)
-        qkv, proj, fc1, fc2 = (mgr.layer(name) for name in ("qkv", "proj", "fc1", "fc2"))
+        qkv, proj, pieces, fc1, fc2 = (mgr.layer(name) for name in ("qkv", "proj", "pieces", "fc1", "fc2"))
         gather, scatter = (context_of(mgr, partition, scatter=one) for one in (False, True))
         operations: dict[str, Callable[[], object]] = {
             "ring all-gather": lambda: tpo.all_gather_gemm(x, w, qkv),
             "ring all-gather, read": lambda: tpo.all_gather_gemm(x, w, qkv, return_gathered=True),
             "ring reduce-scatter": lambda: tpo.gemm_reduce_scatter(h, v, proj),
+            "ring reduce-scatter, two pieces": lambda: tpo.gemm_reduce_scatter(h, v, pieces),
             "bulk all-gather": lambda: tpo.bulk_all_gather(x, mgr.get("qkv_dgrad"), (h, v)),
             "bulk reduce-scatter": lambda: tpo.bulk_reduce_scatter(y, mgr.get("qkv_wgrad"), (h, v)),
             "sequential all-gather": lambda: tpo.all_gather_gemm(x, w, fc1),
@@ -108,6 +111,8 @@ def tape_calls(rank: int, size: int, repeats: int) -> dict[str, Calls]:
             "fused all-gather": lambda: fused.all_gather(gather, x, RowGemm([w.t()], [None], [whole]), None),
             "fused reduce-scatter": lambda: fused.reduce_scatter(scatter, PartialGemm([h], [v.t()]), out),
         }
+        with cut_early():  # how a name is cut is worked out when it is first used
+            operations["ring reduce-scatter, two pieces"]()
         counted = {name: _count(operation, driver, repeats) for name, operation in operations.items()}
         before = kernels.starts
         for operation in operations.values():

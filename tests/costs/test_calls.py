@@ -10,15 +10,17 @@ from tpoverlap.testing import RankPool
 DRIVER = {
     "ring all-gather": {"submit": 4, "follow": 3, "copy": 1},
     "ring reduce-scatter": {"submit": 4, "follow": 3, "copy": 1},
+    "ring reduce-scatter, two pieces": {"submit": 7, "follow": 6, "copy": 2},
     "bulk all-gather": {"submit": 4, "follow": 3, "copy": 2},
     "bulk reduce-scatter": {"submit": 4, "follow": 3, "copy": 1},
     "sequential all-gather": {"submit": 3, "copy": 2},
     "sequential reduce-scatter": {"submit": 3, "copy": 1},
 }
-"""Calls of the driver at R = 2 and one piece; `tpoverlap.comm.device_exchange` lists those of a gather."""
+"""Calls of the driver at R = 2; `tpoverlap.comm.device_exchange` lists those of a gather."""
 PYTHON = {
     "ring all-gather": 60,
     "ring reduce-scatter": 64,
+    "ring reduce-scatter, two pieces": 75,
     "bulk all-gather": 70,
     "bulk reduce-scatter": 70,
     "sequential all-gather": 88,

@@ -21,7 +21,7 @@ ROWS = 1074
 
 
 @contextmanager
-def _cut_from(rows: int, narrow_operand_bytes: int = 0) -> Iterator[None]:
+def cut_from(rows: int, narrow_operand_bytes: int = 0) -> Iterator[None]:
     """Chunks of that many rows are cut in two though they are narrow, longer ones in four if so are their operands."""
     with (
         patch.object(pieces, "FULL_PIECE", rows * WIDTH // 2),
@@ -49,11 +49,23 @@ def _manager(backend: Any, dtype: torch.dtype = torch.float32) -> tpo.UserBuffer
     )
 
 
-def compared(rank: int, size: int, backend: Any, delay: str) -> dict[str, set[int]]:
+PROCESSORS = 4
+"""So few that narrow results have several waves."""
+BY_COST: list[tuple[list[int], pieces.Cut]] = [
+    *(([3400, 3400], pieces.FirstPiece(1920)), ([3072, 3072], 1536), ([3401, 3400], pieces.FirstPiece(1920))),
+    *(([3300, 3407], pieces.FirstPiece(1920)), ([2560, 3400], 1700), ([3200, 3200], pieces.FirstPiece(1920))),
+]
+"""Rows of both ranks, and how chunks are cut for so few."""
+
+
+def compared(rank: int, size: int, backend: Any, delay: str, processors: int) -> dict[str, set[int]]:
     """All-gather and reduce-scatter against plain torch; how many pieces this rank sent."""
     seen: dict[str, set[int]] = {"gather": set(), "scatter": set()}
     counts = [[40, 41], [1024, 1024], [3000, 2049], [1023, 4000], [2048, 2500], [1, 0], [4500, 4500], [1100, 1030]]
-    with _cut_from(1024, 4 * OUT + 1), _manager(backend) as mgr:
+    if processors:
+        counts = [rows for rows, _ in BY_COST]
+    with cut_from(1024, 0 if processors else 4 * OUT + 1), _manager(backend) as mgr:
+        mgr.channel.multiprocessors = processors  # type: ignore[union-attr]
         disturbed: Any = nullcontext()
         if delay == "transfers":
             disturbed = faults.delay_transfers(mgr, 0.005, only_source=1)
@@ -80,14 +92,29 @@ def compared(rank: int, size: int, backend: Any, delay: str) -> dict[str, set[in
     return {name: counts - {0} for name, counts in seen.items()}
 
 
-def rounding(rank: int, size: int) -> tuple[float, float]:
+def one_by_cost(rank: int, size: int, where: int) -> str:
+    """Only rank ``where`` knows multiprocessors, so it alone cuts where GEMMs are cheapest."""
+    with cut_from(1024), _manager("shared") as mgr:
+        mgr.channel.multiprocessors = PROCESSORS if rank == where else 0  # type: ignore[union-attr]
+        partition = TokenPartition.from_counts(BY_COST[0][0])
+        try:
+            tpo.gemm_reduce_scatter(
+                integers(1, partition.total, OUT), integers(2, WIDTH, OUT), mgr.layer("proj"), partition=partition
+            )
+        except tpo.TpOverlapError as error:
+            return type(error).__name__
+    return "no error"
+
+
+def rounding(rank: int, size: int, count: int, processors: int) -> tuple[float, float]:
     """Mean error against float64 of the sum in pieces, and of the sequential twin."""
     generator = torch.Generator().manual_seed(3)
-    x = [torch.randn(2 * ROWS, OUT, generator=generator).bfloat16() for _ in range(size)]
+    x = [torch.randn(2 * count, OUT, generator=generator).bfloat16() for _ in range(size)]
     w = [torch.randn(WIDTH, OUT, generator=generator).bfloat16() for _ in range(size)]
     exact = sum(a.double() @ b.double().t() for a, b in zip(x, w, strict=True))
-    with _cut_from(ROWS), _manager("shared", torch.bfloat16) as mgr:
-        partition = TokenPartition.even(2 * ROWS, 2)
+    with cut_from(ROWS), _manager("shared", torch.bfloat16) as mgr:
+        mgr.channel.multiprocessors = processors  # type: ignore[union-attr]
+        partition = TokenPartition.even(2 * count, 2)
         errors = []
         for name in ("proj", "fc2"):
             y = tpo.gemm_reduce_scatter(x[rank], w[rank], mgr.layer(name), partition=partition)
@@ -101,7 +128,7 @@ def two_weights(rank: int, size: int) -> bool:
     x = integers(1, 2 * ROWS, WIDTH)
     weights = [[integers(10 * r + i, OUT, WIDTH) for i in range(2)] for r in range(size)]
     grads = [[integers(20 * r + i, 2 * ROWS, OUT) for i in range(2)] for r in range(size)]
-    with _cut_from(ROWS), _manager("shared") as mgr:
+    with cut_from(ROWS), _manager("shared") as mgr:
         shard = x[partition.rows(rank)].clone().requires_grad_()
         outs = tpo.all_gather_gemm(shard, weights[rank], mgr.layer("qkv"), partition=partition)
         torch.autograd.backward(outs, grads[rank])
@@ -113,7 +140,7 @@ def two_weights(rank: int, size: int) -> bool:
 def cut_differently(rank: int, size: int) -> str:
     """One rank's features are few enough for pieces, the other one's are not."""
     partition, features = TokenPartition.even(4 * ROWS, 2), (OUT, 3 * OUT)[rank]
-    with _cut_from(ROWS, 4 * OUT + 1), _manager("shared") as mgr:
+    with cut_from(ROWS, 4 * OUT + 1), _manager("shared") as mgr:
         try:
             tpo.gemm_reduce_scatter(
                 integers(1, 4 * ROWS, features), integers(2, WIDTH, features), mgr.layer("proj"), partition=partition

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.calibrate import START, calibrate, cross_validate, errors
 from benchmarks.device_sheets import SHEETS, scaled
 from benchmarks.fit import fit
-from benchmarks.observations import Observation, read_observations
+from benchmarks.observations import CUT_SINCE, Observation, read_observations, was_cut_otherwise
 from tpoverlap.tuning import Candidate, Kind, Problem, estimate, gemm_time_us, load_device, plain
 from tpoverlap.tuning.device import GemmRates, Rate
 
@@ -184,3 +184,15 @@ def test_bench_results_replace_the_assumed_launches(tmp_path: Path) -> None:
     problem = Problem("scatter", 4096, 4096, 8192, 2)
     found, truth = (estimate(one, problem, Candidate("ring_exchange")).time_us for one in (device, START))
     assert found == pytest.approx(truth, rel=0.05)
+
+
+def test_rings_that_were_cut_otherwise() -> None:
+    """They are left out where pieces differ today, and nothing else is."""
+    problem, ring, before = Problem("scatter", 8192, 3584, 8192, 2), Candidate("ring_exchange"), {"date": "2026-11-30"}
+    assert was_cut_otherwise(before, problem, ring) and not was_cut_otherwise({"date": CUT_SINCE}, problem, ring)
+    for others in (
+        (problem.at(4096), ring),
+        (problem, Candidate("sequential")),
+        (replace(problem, kind="gather"), ring),
+    ):
+        assert not was_cut_otherwise(before, *others)

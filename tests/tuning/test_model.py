@@ -27,7 +27,7 @@ from tpoverlap.tuning import (
     transfer_us,
 )
 from tpoverlap.tuning.device import GemmRates, OneKernel, Rate
-from tpoverlap.tuning.problem import pieces_of
+from tpoverlap.tuning.problem import pieces_of, scatter_parts
 
 # Numbers that can be checked by hand: 4 multiprocessors, 1 us a tile of K = 100, whole waves, 1 GB/s is 1 byte/ns.
 TOY = DeviceModel(
@@ -196,3 +196,14 @@ def test_pieces_hide_the_sum_of_a_ring() -> None:
     whole = estimate(device, problem, Candidate("ring_exchange"), current=False)
     cut = estimate(device, problem, Candidate("ring_exchange"))
     assert pieces_of(problem) == 2 and cut.time_us < whole.time_us
+
+
+def test_pieces_of_a_ring_that_differ() -> None:
+    """A slow link has all rows from the first GEMM on, and the last one waits for it; in FP8 pieces are equal."""
+    problem, candidate = Problem("scatter", 8192, 3584, 8192, 2), Candidate("ring_exchange")
+    assert scatter_parts(problem, 132) == [2688, 1408] and scatter_parts(problem, 0) == [2048, 2048]
+    assert scatter_parts(replace(problem, fp8=True), 132) == [2048, 2048]
+    slow = replace(TOY, multiprocessors=132, copy=Rate(0.0, 0.001))
+    first, last = (gemm_time_us(slow, rows, 3584, 8192) for rows in (2688, 1408))
+    link_us = problem.chunk_bytes  # at 1 byte a nanosecond, in us: bytes / 0.001 GB/s
+    assert math.isclose(estimate(slow, problem, candidate).device_us, first + link_us + last + 0.25, abs_tol=0.1)

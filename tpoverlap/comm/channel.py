@@ -21,6 +21,7 @@ from tpoverlap.comm.descriptor import CLOSE, Descriptor
 from tpoverlap.comm.diagnosis import AbortReason, Diagnosis
 from tpoverlap.comm.exchange import Claim, Exchange
 from tpoverlap.comm.fault import Fault
+from tpoverlap.comm.gpus import common_multiprocessors, gpu_of
 from tpoverlap.comm.in_flight import Flight, InFlight
 from tpoverlap.comm.liveness import ProcessIdentity
 from tpoverlap.comm.meter import Meter
@@ -91,10 +92,11 @@ class Channel:
         self._release_lock = threading.Lock()
         self._told_peers = False
         arena, layout = self._allocate(regions)
-        places = agree(backend.group, (ProcessIdentity.own(), _gpu_of(backend.device)))
-        self.identities = [identity for identity, _ in places]
-        self.shares_gpu = [gpu for _, gpu in places].count(_gpu_of(backend.device)) > 1 and self.device.type == "cuda"
+        places = agree(backend.group, (ProcessIdentity.own(), gpu_of(backend.device)))
+        self.identities, gpus = [identity for identity, _ in places], [gpu for _, gpu in places]
+        self.shares_gpu = gpus.count(gpus[self.rank]) > 1 and self.device.type == "cuda"
         """Ranks on one GPU (tests): its copies are kernels there, so a kernel that waits for them may not fill it."""
+        self.multiprocessors = common_multiprocessors(gpus)
         self.transport: Transport = make_transport(backend, arena, layout, self.fault, timeout_s)
         self.diagnosis.know(CLOSE)
         self.comm_stream: Stream = self.transport.new_stream("comm", high_priority=True)
@@ -439,10 +441,6 @@ class Channel:
                 return False
             time.sleep(0.01)
         return True
-
-
-def _gpu_of(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
 
 
 class Announced:

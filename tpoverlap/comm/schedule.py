@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tpoverlap.memory.layout import MAX_PIECES
+from tpoverlap.pieces import Cut, FirstPiece
 from tpoverlap.tokens import TokenPartition
 
 
@@ -95,13 +96,14 @@ def all_gather_schedule(
 
 @lru_cache(maxsize=256)
 def reduce_scatter_schedule(
-    partition: TokenPartition, width: int, rank: int, max_piece_rows: int | None = None
+    partition: TokenPartition, width: int, rank: int, cut: Cut | None = None
 ) -> tuple[Step, ...]:
-    """Partial rows to their owner; slots hold one [T_r, width] block a source, in rank order without the owner."""
+    """Partial rows to their owner; slots hold one [T_r, width] block a source, in rank order without the owner.
+
+    ``cut``: of chunks, in pieces with a flag of its own each; None: one piece.
+    """
     size = partition.tp_size
-    pieces = [
-        _pieces(start, count, max_piece_rows) for start, count in zip(partition.offsets, partition.counts, strict=True)
-    ]
+    pieces = [_pieces(start, count, cut) for start, count in zip(partition.offsets, partition.counts, strict=True)]
 
     def block(step: int, source: int, owner: int) -> tuple[Transfer, ...]:
         first, count = partition.offsets[owner], partition.counts[owner]
@@ -181,11 +183,14 @@ def column_splits(width: int, num_splits: int, granule: int = 1) -> tuple[tuple[
     return tuple((granules * i // count * granule, granules * (i + 1) // count * granule) for i in range(count))
 
 
-def _pieces(start: int, count: int, max_piece_rows: int | None) -> tuple[tuple[int, int, int], ...]:
+def _pieces(start: int, count: int, cut: Cut | None) -> tuple[tuple[int, int, int], ...]:
     """(number, first row, row after the last) of each piece of ``count`` rows from ``start``."""
     if count == 0:
         return ()
-    if max_piece_rows is None or count <= max_piece_rows:
+    if isinstance(cut, FirstPiece):
+        middle = start + cut.rows
+        return ((0, start, middle), (1, middle, start + count))
+    if cut is None or count <= cut:
         return ((0, start, start + count),)
-    number = min(-(-count // max_piece_rows), MAX_PIECES)
+    number = min(-(-count // cut), MAX_PIECES)
     return tuple((i, start + count * i // number, start + count * (i + 1) // number) for i in range(number))

@@ -26,6 +26,7 @@ from tpoverlap.comm.quick_trade import QuickTrade
 from tpoverlap.comm.transport import DeviceTransport
 from tpoverlap.config import OverlapConfig
 from tpoverlap.gemm.fp8 import SCALE_BYTES
+from tpoverlap.pieces import Cut, FirstPiece, scatter_cut
 from tpoverlap.tokens import TokenPartition
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class OperationContext:
     _variants: dict[tuple[tuple[str, object], ...], OperationContext] = field(
         init=False, repr=False, default_factory=dict
     )
-    _outlines: dict[tuple[bool, int | None, Order], Outline] = field(init=False, repr=False, default_factory=dict)
+    _outlines: dict[tuple[bool, Cut | None, Order], Outline] = field(init=False, repr=False, default_factory=dict)
     _traders: dict[bool, Trader | None] = field(init=False, repr=False, default_factory=dict)
     _quick: dict[bool, QuickTrade | None] = field(init=False, repr=False, default_factory=dict)
     plans: dict[str | int, Any] = field(init=False, repr=False, default_factory=dict)
@@ -121,9 +122,16 @@ class OperationContext:
         """
         return self._open(self.outline(max_piece_rows, scatter=False, order=order))
 
-    def open_scatter(self, max_piece_rows: int | None = None, *, order: Order = "beside") -> Exchange:
-        """Start a reduce-scatter on this operation's region. Arguments as for `open_gather`."""
-        return self._open(self.outline(max_piece_rows, scatter=True, order=order))
+    def open_scatter(self, cut: Cut | None = None, *, order: Order = "beside") -> Exchange:
+        """Start a reduce-scatter on this operation's region. ``cut``: how chunks are cut; order: see `open_gather`."""
+        return self._open(self.outline(cut, scatter=True, order=order))
+
+    def scatter_cut(self, operand_row_bytes: int) -> Cut | None:
+        """How ring_exchange cuts a reduce-scatter. ``operand_row_bytes``: of a row of the GEMM's left operand."""
+        channel = self.channel
+        # Which tiles FP8 GEMMs get was not looked at.
+        processors = 0 if channel is None or self.tag else channel.multiprocessors
+        return scatter_cut(self.partition, self.width, self.dtype.itemsize, operand_row_bytes, processors)
 
     def open_trade(self, *, scatter: bool) -> Exchange:
         """Start an operation with nothing beside its transfers, for `Exchange.trade` or `Exchange.trade_and_add`."""
@@ -162,37 +170,38 @@ class OperationContext:
         self._traders[scatter] = made
         return made
 
-    def outline(self, max_piece_rows: int | None, *, scatter: bool, order: Order) -> Outline:
+    def outline(self, cut: Cut | None, *, scatter: bool, order: Order) -> Outline:
         """What an exchange of this operation is, kept."""
-        found = self._outlines.get((scatter, max_piece_rows, order))
-        return found or self._new_outline(scatter, max_piece_rows, order)
+        found = self._outlines.get((scatter, cut, order))
+        return found or self._new_outline(scatter, cut, order)
 
     def plainly(self, direction: str) -> Outline:
         """For `Channel.announced`: the operation through the group's own collective."""
         return Outline(self.label(direction), self.partition, self.dtype, self.detail)
 
-    def _new_outline(self, scatter: bool, max_piece_rows: int | None, order: Order) -> Outline:
-        found = self._outlines[scatter, max_piece_rows, order] = Outline(
+    def _new_outline(self, scatter: bool, cut: Cut | None, order: Order) -> Outline:
+        found = self._outlines[scatter, cut, order] = Outline(
             self.label("reduce-scatter" if scatter else "all-gather"),
             self.partition,
             self.dtype,
             # Pieces of a scatter depend on the GEMM's inner size, which the rest says nothing about.
-            self.detail if max_piece_rows is None else hash((self.detail, max_piece_rows)),
+            self.detail if cut is None else hash((self.detail, cut)),
             region=self.region,
-            steps=self._scatter_steps(max_piece_rows) if scatter else self._gather_steps(max_piece_rows),
+            steps=self._scatter_steps(cut) if scatter else self._gather_steps(cut),
             order=order,
         )
         return found
 
-    def _gather_steps(self, max_piece_rows: int | None) -> tuple[Step, ...]:
-        return all_gather_schedule(self.partition, self.width, self.rank, max_piece_rows)
+    def _gather_steps(self, cut: Cut | None) -> tuple[Step, ...]:
+        assert not isinstance(cut, FirstPiece), "of a reduce-scatter"
+        return all_gather_schedule(self.partition, self.width, self.rank, cut)
 
-    def _scatter_steps(self, max_piece_rows: int | None) -> tuple[Step, ...]:
+    def _scatter_steps(self, cut: Cut | None) -> tuple[Step, ...]:
         trailer = 0 if self.packed_format is None else SCALE_BYTES
         if self.method == "pipeline":
             splits = self.config.num_splits
             return pipeline_schedule(self.partition, self.width, self.rank, splits, self.column_granule, trailer)
-        return reduce_scatter_schedule(self.partition, self.width + trailer, self.rank, max_piece_rows)
+        return reduce_scatter_schedule(self.partition, self.width + trailer, self.rank, cut)
 
     def _open(self, outline: Outline) -> Exchange:
         channel, config = self.channel, self.config

@@ -20,7 +20,7 @@ from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.ring_tapes import GatherTapes, ScatterTapes, write_gather, write_scatter
 from tpoverlap.overlap.scatter import sum_blocks
 from tpoverlap.overlap.tapes import Kinds, kinds_of
-from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
+from tpoverlap.pieces import Cut, gather_piece_rows, multiplies_pieces
 
 Work = Callable[[], object]
 ReadGathered = Callable[[torch.Tensor], None]
@@ -264,24 +264,24 @@ def _new_gather(context: OperationContext, key: str, *, own: bool) -> RingGather
 
 
 def _new_scatter(context: OperationContext, row_bytes: int) -> RingScatter | None:
-    piece_rows = scatter_piece_rows(context.partition, context.width, context.dtype.itemsize, row_bytes)
-    ring, plan = new_ring(context, piece_rows, Form(True, "behind")), None
+    cut = context.scatter_cut(row_bytes)
+    ring, plan = new_ring(context, cut, Form(True, "behind")), None
     if ring is not None:
         by_piece = None
-        if piece_rows is not None:
-            cut = new_ring(context, piece_rows, ring.form._replace(waits="piece"))
-            by_piece = None if cut is None else RingScatter(context, cut, None)
+        if cut is not None:
+            added = new_ring(context, cut, ring.form._replace(waits="piece"))
+            by_piece = None if added is None else RingScatter(context, added, None)
         plan = RingScatter(context, ring, by_piece)
     context.plans[row_bytes] = plan
     return plan
 
 
-def new_ring(context: OperationContext, piece_rows: int | None, form: Form) -> QuickRing | None:
+def new_ring(context: OperationContext, cut: Cut | None, form: Form) -> QuickRing | None:
     """What moves the rows. None: something else does, or no batch takes them; an `Exchange` always can."""
     channel = context.channel
     if channel is None or not context.config.use_ce or not isinstance(channel.transport, DeviceTransport):
         return None
-    outline = context.outline(piece_rows, scatter=form.scatter, order=form.order)
+    outline = context.outline(cut, scatter=form.scatter, order=form.order)
     own = context.own_rows
     base_row = 0 if form.scatter else own.start
     first, elements = own.start * context.width, (own.stop - own.start) * context.width

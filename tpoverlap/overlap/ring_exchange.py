@@ -23,7 +23,7 @@ from tpoverlap.gemm import PartialGemm, RowGemm
 from tpoverlap.overlap import quick_ring
 from tpoverlap.overlap.context import OperationContext
 from tpoverlap.overlap.scatter import reduce_blocks
-from tpoverlap.pieces import gather_piece_rows, multiplies_pieces, scatter_piece_rows
+from tpoverlap.pieces import gather_piece_rows, multiplies_pieces
 
 ReadGathered = Callable[[torch.Tensor], None]
 
@@ -85,13 +85,11 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
     """Peers' rows first, pushed as they finish; own rows last. See `registry.gemm_then_scatter`."""
     if quick_ring.scatter(context, gemm, out):
         return
-    partition, own, width = context.partition, context.own_rows, context.width
-    piece_rows = None
-    if context.tells_pieces:
-        piece_rows = scatter_piece_rows(partition, width, context.dtype.itemsize, gemm.operand_row_bytes)
-    with context.open_scatter(piece_rows, order="behind") as exchange:
+    own = context.own_rows
+    cut = context.scatter_cut(gemm.operand_row_bytes) if context.tells_pieces else None
+    with context.open_scatter(cut, order="behind") as exchange:
         caller, steps = exchange.caller, exchange.steps
-        summand = gemm.empty(partition.total, width)
+        summand = gemm.empty(context.partition.total, context.width)
         for whole_step in steps:  # step s receives from r - s and sends to r + s
             for step in in_pieces(whole_step):
                 for transfer in step.sends:
@@ -99,7 +97,7 @@ def reduce_scatter(context: OperationContext, gemm: PartialGemm, out: torch.Tens
                     target = summand[start:stop]
                     exchange.run(caller, partial(gemm.rows, start, stop, target), "gemm", step.number)
                 exchange.send(step, summand, 0)
-        if piece_rows is not None and gemm.can_add:
+        if cut is not None and gemm.can_add:
             _add_own_pieces(exchange, gemm, out, own.start)
             return
         own_partial = summand[own]

@@ -15,7 +15,7 @@ from tpoverlap.tuning.by_tokens import ByTokens, Row
 
 FORMAT: Final = 1
 
-METHODS_VERSION: Final = 4
+METHODS_VERSION: Final = 5
 """Of the methods' code. Raise it when one becomes faster or slower: older measurements then no longer count."""
 
 Entries = dict[str, list[dict[str, Any]]]

@@ -15,7 +15,7 @@ from tpoverlap.fused_form import SUMMING_PROGRAMS, choose_form, choose_sequentia
 from tpoverlap.pieces import multiplies_pieces
 from tpoverlap.tuning.device import DeviceModel, OneKernel
 from tpoverlap.tuning.gemm_time import cool_time_us, gemm_time_us, slowdown
-from tpoverlap.tuning.problem import Problem, pieces_of
+from tpoverlap.tuning.problem import Problem, pieces_of, scatter_parts
 from tpoverlap.tuning.quantising import pack_us, quantise_host_us, quantise_us, unpack_us
 
 PLAIN: Final = "plain"
@@ -220,10 +220,10 @@ def _device_us(
         return max(working, moving) + form.fixed_us
     if candidate.method == "pipeline":
         return _pipeline_us(device, problem, candidate.num_splits)
-    pieces = pieces_of(problem) if current else 1
     if problem.is_scatter:
-        return _ring_scatter_us(device, problem, pieces)
-    return _ring_gather_us(device, problem, candidate.aggregate, pieces)
+        parts = scatter_parts(problem, device.multiprocessors) if current else [problem.rows_per_rank]
+        return _ring_scatter_us(device, problem, parts)
+    return _ring_gather_us(device, problem, candidate.aggregate, pieces_of(problem) if current else 1)
 
 
 def launched_as(problem: Problem, candidate: Candidate, *, traded: bool = True) -> str:
@@ -259,29 +259,34 @@ def _ring_gather_us(device: DeviceModel, problem: Problem, aggregate: bool, piec
     return free
 
 
-def _ring_scatter_us(device: DeviceModel, problem: Problem, pieces: int) -> float:
+def _ring_scatter_us(device: DeviceModel, problem: Problem, parts: list[int]) -> float:
     """Peers' chunks first, each push once it is computed; own chunk last; then the sum.
 
     In pieces (R = 2) own rows are computed on top of what arrived, piece by piece, and no sum is left.
+
+    Args:
+        parts: rows of a chunk's pieces.
     """
-    rows = -(-problem.rows_per_rank // pieces)
-    gemm = _part_us(device, problem, rows, problem.width, problem.features)
-    gemm += pack_us(device, problem, rows, problem.width)
-    push_us = problem.chunk_bytes / pieces / device.copy.gb_s * 1e-3
-    link = 0.0
+    gemms = {
+        rows: _part_us(device, problem, rows, problem.width, problem.features)
+        + pack_us(device, problem, rows, problem.width)
+        for rows in parts
+    }
+    row_us = 1e-3 * problem.chunk_bytes / problem.rows_per_rank  # of a row, at 1 GB/s
+    free = link = 0.0
     arrivals = []
-    for step in range(1, (problem.tp_size - 1) * pieces + 1):
-        link = max(link, step * gemm) + push_us
+    for rows in parts * (problem.tp_size - 1):
+        free += gemms[rows]
+        link = max(link, free) + rows * row_us / device.copy.gb_s
         arrivals.append(link + device.copy.latency_us)
-    free = (problem.tp_size - 1) * pieces * gemm
-    if pieces == 1 or problem.is_packed:  # own rows as a whole, then a sum
+    if len(parts) == 1 or problem.is_packed:  # own rows as a whole, then a sum
         own = _part_us(device, problem, problem.rows_per_rank, problem.width, problem.features)
         own += pack_us(device, problem, problem.rows_per_rank, problem.width)
         launched = 0.0 if problem.is_packed else device.add.latency_us  # a sum alone: its launch is in the step
         return max(free + own, arrivals[-1]) + device.step_us + _add_us(device, problem) - launched
-    read_us = problem.chunk_bytes / pieces / device.add.gb_s * 1e-3  # what arrived is read by the GEMM's end
-    for arrived in arrivals:
-        free = max(free, arrived) + gemm + read_us + device.step_us
+    for rows, arrived in zip(parts, arrivals, strict=True):
+        read_us = rows * row_us / device.add.gb_s  # what arrived is read by the GEMM's end
+        free = max(free, arrived) + gemms[rows] + read_us + device.step_us
     return free
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from tpoverlap.config.honoured import FP8_SCATTERS
-from tpoverlap.pieces import gather_piece_rows, scatter_piece_rows
+from tpoverlap.pieces import FirstPiece, gather_piece_rows, scatter_cut
 from tpoverlap.tokens import TokenPartition
 
 Kind = Literal["gather", "scatter", "beside-gather", "beside-scatter"]
@@ -99,12 +99,21 @@ class Problem:
         return replace(self, fp8_buf=False) if self.is_packed and method not in FP8_SCATTERS else self
 
 
+def scatter_parts(problem: Problem, multiprocessors: int) -> list[int]:
+    """Rows of each piece into which ring_exchange cuts the largest chunk of a reduce-scatter."""
+    partition, rows = TokenPartition.balanced(problem.num_tokens, problem.tp_size), problem.rows_per_rank
+    known, row_bytes = 0 if problem.fp8 else multiprocessors, problem.features * problem.operand_bytes
+    cut = scatter_cut(partition, problem.width, problem.moved_bytes, row_bytes, known)
+    if isinstance(cut, FirstPiece):
+        return [cut.rows, rows - cut.rows]
+    pieces = 1 if cut is None else -(-rows // cut)
+    return [-(-rows // pieces)] * pieces
+
+
 def pieces_of(problem: Problem) -> int:
     """Pieces into which ring_exchange cuts a chunk; 1 where it travels whole."""
-    partition = TokenPartition.balanced(problem.num_tokens, problem.tp_size)
     if problem.kind == "scatter":
-        operand_row_bytes = problem.features * problem.operand_bytes
-        rows = scatter_piece_rows(partition, problem.width, problem.moved_bytes, operand_row_bytes)
-    else:
-        rows = gather_piece_rows(partition, problem.width, problem.moved_bytes)
+        return len(scatter_parts(problem, 0))
+    partition = TokenPartition.balanced(problem.num_tokens, problem.tp_size)
+    rows = gather_piece_rows(partition, problem.width, problem.moved_bytes)
     return 1 if rows is None else -(-partition.max_count // rows)
