@@ -5,6 +5,11 @@ peer; ``--device cpu`` runs tiny sizes, which tests the script and measures noth
 is timed. Rounds are interleaved; times are of operations queued behind a delay. The rows that this rank sends stand for
 the rows that it gets (ranks are alike), so what is added too early is wrong and not only too fast.
 
+Some candidates, at other shapes, on a GPU as hot as bench makes it, one line a shape (names may be cut short)::
+
+    python -m benchmarks.tails --out FILE --queued 50 --shapes 8192x8192x3584,6656x8192x4096 --only "today, travels" \
+        --only "one stream 1:1, travels" --only "halves, then a sum, travels"
+
 =======================  =============================================================================================
 scatter                  [0, T/2) are the peer's rows, [T/2, T) own ones
 =======================  =============================================================================================
@@ -13,7 +18,7 @@ peer's half, own half    each alone, as the next but one computes them; plain: w
 halves, then a sum       peer's, own, a sum: what is done today where nothing is cut
 one stream C             peer's pieces, then own ones, each added to what came; C: the sizes of a half's pieces, the
                          last one counted in tiles, the first piece of which fill whole waves
-today                    the one of the two that `tpoverlap.pieces` asks for
+today                    the one of the two that `tpoverlap.pieces` asks for, cut where it asks for
 two streams C            peer's pieces on a stream of high priority; own piece i behind peer's piece i on the caller's
 two streams, own whole   likewise, own rows as one GEMM behind the last piece
 side by side             both halves at a time, nothing added, a sum behind both; by lt; by lt, which is told to choose
@@ -43,17 +48,16 @@ import torch
 
 from benchmarks.environment import environment
 from benchmarks.gemm_alone import ROUNDS_OFF, echo_problems, session_alone
+from benchmarks.tails_choice import Item, line, scatters
 from benchmarks.tails_cuts import cut, full_waves, spanning, waves
 from benchmarks.tails_lanes import Lanes, kernels
 from tpoverlap.gemm.cublaslt import LtProducts
-from tpoverlap.pieces import scatter_piece_rows
+from tpoverlap.pieces import FirstPiece, scatter_cut
 from tpoverlap.testing.numeric import relative_error
 from tpoverlap.tokens import TokenPartition
 from tpoverlap.tools.bench.session import Operands, Session
 from tpoverlap.tools.bench.timing import measure
 
-Item = tuple[str, int, int, int]
-"""Direction, T, K, N as in `tpoverlap bench --suite gemm`."""
 ITEMS: tuple[Item, ...] = (
     *(("rs", 2048, 8192, 4096), ("rs", 8192, 8192, 3584), ("rs", 8192, 8192, 1280), ("rs", 1024, 8192, 4096)),
     *(("ag", 2048, 8192, 4096), ("rs", 512, 8192, 4096), ("rs", 256, 8192, 4096)),
@@ -281,9 +285,13 @@ def _today(products: Products) -> list[tuple[int, int]] | None:
     left = products.left
     partition = TokenPartition.balanced(products.rows, 2)
     row_bytes = left.shape[1] * left.element_size()
-    count = scatter_piece_rows(partition, products.features, left.element_size(), row_bytes)
-    half = products.half
-    return None if count is None else [(start, min(start + count, half)) for start in range(0, half, count)]
+    half, processors = products.half, products.lanes.processors
+    asked = scatter_cut(partition, products.features, left.element_size(), row_bytes, processors)
+    if asked is None:
+        return None
+    if isinstance(asked, FirstPiece):
+        return [(0, asked.rows), (asked.rows, half)]
+    return [(start, min(start + asked, half)) for start in range(0, half, asked)]
 
 
 def gather_candidates(products: Products) -> dict[str, Candidate]:
@@ -332,12 +340,16 @@ def gather_candidates(products: Products) -> dict[str, Candidate]:
     return found
 
 
-def candidates_of(lanes: Lanes, operands: Operands, item: Item) -> tuple[Products, dict[str, Candidate]]:
-    """Of the operands that the gemm suite has."""
+def candidates_of(
+    lanes: Lanes, operands: Operands, item: Item, only: Sequence[str] = ()
+) -> tuple[Products, dict[str, Candidate]]:
+    """Of the operands that the gemm suite has; ``only``: mm, and those whose names begin so."""
     direction, rows, k, n = item
     left = operands.activation(rows, k) if direction == "ag" else operands.own_activation(rows, k)
     products = Products(lanes, left, operands.weight(n, k).t())
-    return products, (gather_candidates if direction == "ag" else scatter_candidates)(products)
+    found = (gather_candidates if direction == "ag" else scatter_candidates)(products)
+    chosen = {name: one for name, one in found.items() if not only or name == "mm" or name.startswith(tuple(only))}
+    return products, chosen
 
 
 def checked(products: Products, candidates: dict[str, Candidate]) -> tuple[dict[str, float], dict[str, str]]:
@@ -360,12 +372,15 @@ def checked(products: Products, candidates: dict[str, Candidate]) -> tuple[dict[
     return errors, problems
 
 
-def row_of(session: Session, lanes: Lanes, operands: Operands, item: Item) -> dict[str, Any]:
+def row_of(
+    session: Session, lanes: Lanes, operands: Operands, item: Item, only: Sequence[str], queued: int | None
+) -> dict[str, Any]:
     """Check every candidate, then time those that are right."""
-    products, candidates = candidates_of(lanes, operands, item)
+    products, candidates = candidates_of(lanes, operands, item, only)
     errors, problems = checked(products, candidates)
     runs = {name: one.run for name, one in candidates.items() if name not in problems}
-    found = measure(session, runs, calls=1, queued_operations=QUEUED if item[1] > 2048 else QUEUED_FEW) if runs else {}
+    queued = queued or (QUEUED if item[1] > 2048 else QUEUED_FEW)
+    found = measure(session, runs, calls=1, queued_operations=queued) if runs else {}
     times = {name: one.queued_us if session.is_cuda else one.eager_us for name, one in found.items()}
     problems |= {name: "no round was queued in time" for name, time_us in times.items() if time_us is None}
     whole = times.get("mm")
@@ -375,6 +390,8 @@ def row_of(session: Session, lanes: Lanes, operands: Operands, item: Item) -> di
         f"{tile[0]}x{tile[1]}": [waves(count, item[3], lanes.processors, tile) for count in (item[1], *halves)]
         for tile in TILES
     }
+    if item[0] == "rs":
+        row["today"] = [stop - start for start, stop in _today(products) or []]
     row["times_us"] = times
     row["of_whole"] = {name: us / whole for name, us in times.items() if us is not None and whole}
     parts = [times.get(name) for name in ("peer's half", "own half", "one stream 1")]
@@ -411,9 +428,16 @@ def profile_row(lanes: Lanes, operands: Operands, item: Item, row: dict[str, Any
         click.echo(f"    {name}: gap {seen['gap_us']} us: {shown or seen.get('problem')}")
 
 
-def measure_all(session: Session, out: Path, budget_s: float) -> dict[str, Any]:
+def measure_all(
+    session: Session,
+    out: Path,
+    budget_s: float,
+    items: Sequence[Item] = (),
+    only: Sequence[str] = (),
+    queued: int | None = None,
+) -> dict[str, Any]:
     """Every item in turn; after all of them their kernels, since a profiler may slow down what follows."""
-    items = ITEMS if session.is_cuda else TINY_ITEMS
+    items = items or (ITEMS if session.is_cuda else TINY_ITEMS)
     lanes = Lanes(session.device)
     operands = Operands(
         session, max(item[1] * max(item[2:]) for item in items), max(item[2] * item[3] for item in items)
@@ -425,12 +449,11 @@ def measure_all(session: Session, out: Path, budget_s: float) -> dict[str, Any]:
         if _seconds(session) > budget_s:
             result["left_out"].append(label)
             continue
-        result["rows"].append(row_of(session, lanes, operands, item))
-        for line in lines(result["rows"][-1]):
-            click.echo(line)
+        result["rows"].append(row_of(session, lanes, operands, item, only, queued))
+        click.echo(line(result["rows"][-1]) if only else "\n".join(lines(result["rows"][-1])))
         echo_problems(result["rows"][-1])
         out.write_text(json.dumps(result) + "\n")
-    for item, row in zip(items, result["rows"], strict=False) if session.is_cuda else ():
+    for item, row in zip(items, result["rows"], strict=False) if session.is_cuda and not only else ():
         label = f"{item[0]} {'x'.join(map(str, item[1:]))}"
         if _seconds(session) > budget_s:
             result["not_profiled"].append(label)
@@ -450,12 +473,25 @@ def measure_all(session: Session, out: Path, budget_s: float) -> dict[str, Any]:
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--rounds", default=3, show_default=True, help="Medians are over so many.")
 @click.option("--budget-s", default=42.0, show_default=True, help="Begin no row after so long.")
-def main(out: Path, device: str, rounds: int, budget_s: float) -> None:
+@click.option(
+    "--shapes", "items", default="", callback=scatters, help="TxKxN,...: reduce-scatters instead of the usual."
+)
+@click.option("--only", multiple=True, help="Candidates whose names begin so, and mm; one line a shape. Repeatable.")
+@click.option("--queued", type=int, help="Operations of a round; 50, as bench has them, make the GPU hot.")
+def main(
+    out: Path,
+    device: str,
+    rounds: int,
+    budget_s: float,
+    items: tuple[Item, ...],
+    only: tuple[str, ...],
+    queued: int | None,
+) -> None:
     """Check and time every row."""
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("it needs a GPU, torch sees none; --device cpu checks the script alone")
     with session_alone(device, rounds, None) as session, torch.no_grad():
-        result = measure_all(session, out, budget_s)
+        result = measure_all(session, out, budget_s, items, only, queued)
     if not result["rows"] or any(row["problems"] for row in result["rows"]):
         raise SystemExit(1)
 

@@ -8,21 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gemm_alone, tails, tails_cuts
+from benchmarks import gemm_alone, tails, tails_choice, tails_cuts
 from benchmarks.tails_lanes import Lanes
+from tpoverlap import pieces
 from tpoverlap.testing import RankPool
 from tpoverlap.tools.bench.session import Session
 
 CPU = torch.device("cpu")
 
 
-def run(rank: int, world_size: int, out: Path, budget_s: float) -> None:
+def run(rank: int, world_size: int, out: Path, budget_s: float, *choice: Any) -> None:
     assert dist.group.WORLD is not None, "the pool's"
-    tails.measure_all(Session(gemm_alone.job_on("cpu", 1, None), dist.group.WORLD, 0), out, budget_s)
+    tails.measure_all(Session(gemm_alone.job_on("cpu", 1, None), dist.group.WORLD, 0), out, budget_s, *choice)
 
 
 def test_on_the_cpu(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
@@ -47,6 +49,29 @@ def test_what_a_budget_leaves_out_is_named(rank_pool: Callable[[int], RankPool],
     out = tmp_path / "tails.json"
     rank_pool(1).run(run, out, -1.0)
     assert json.loads(out.read_text())["left_out"] == ["rs 1024x64x96", "ag 256x64x48"]
+
+
+def test_a_choice(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Of the candidates some, at other shapes."""
+    out, items = tmp_path / "tails.json", tails_choice.scatters(None, None, "512x64x96,64x32x48")
+    rank_pool(1).run(run, out, 100.0, items, ("one stream 1:1, t", "halves, then a sum"), 3)
+    rows = json.loads(out.read_text())["rows"]
+    halves = {"mm", "halves, then a sum", "halves, then a sum, travels"}
+    assert [set(row["times_us"]) for row in rows] == [{*halves, "one stream 1:1, travels"}, halves]
+    assert tails_choice.line(rows[0]).startswith("512x64x96 | mm ") and " | today not cut | " in tails_choice.line(
+        rows[0]
+    )
+    for wrong in ("64x32", "63x32x48", "axbxc"):
+        with pytest.raises(click.BadParameter):
+            tails_choice.scatters(None, None, wrong)
+
+
+@pytest.mark.parametrize(("full", "wanted"), [(1 << 40, None), (1, [(0, 768), (768, 1280)])])
+def test_today(full: int, wanted: list[tuple[int, int]] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `tpoverlap.pieces` cuts it."""
+    monkeypatch.setattr(pieces, "FULL_PIECE", full)
+    monkeypatch.setattr(pieces, "NARROW_OPERAND_BYTES", 0)
+    assert tails._today(products(Lanes(CPU), 2560)) == wanted
 
 
 def products(lanes: Lanes, rows: int = 512) -> tails.Products:
