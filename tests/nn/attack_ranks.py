@@ -10,7 +10,7 @@ import time
 import torch
 
 import tpoverlap as tpo
-from tests.manager.ranks import CAPACITY, FEATURES, WIDTH, make_manager, seeded
+from tests.manager.ranks import CAPACITY, FEATURES, WIDTH, make_manager, outcome_of, seeded
 from tpoverlap.overlap import gather_beside
 from tpoverlap.tokens import TokenPartition
 
@@ -242,3 +242,23 @@ def written_meanwhile(rank: int, size: int, mode: str, what: str) -> str:
             layer.backward_dw()
             return str(error)
     return "no error"
+
+
+def other_replicated(rank: int, size: int) -> list[str]:
+    """A parameter that is frozen on one rank, then one each of the same length, then none: only that is summed."""
+    found = []
+    with make_manager() as manager:
+        layer = tpo.nn.LayerNormMLP(WIDTH, 2 * size, manager=manager)
+        layer(seeded(2, WIDTH, seed=rank)).sum().backward()
+        layer.layer_norm_weight.requires_grad_(rank == 1)
+        found.append(outcome_of(lambda: tpo.sync_replicated_grads(layer, None)))
+        layer.fc2_bias.requires_grad_(rank == 0)
+        found.append(outcome_of(lambda: tpo.sync_replicated_grads(layer, None)))
+        layer.requires_grad_(True)
+        for _ in range(2):
+            assert tpo.sync_replicated_grads(layer, None) == 3
+        torch.testing.assert_close(layer.fc2_bias.grad, torch.full((WIDTH,), 2.0 * size * size))
+        layer.requires_grad_(False)
+        assert tpo.sync_replicated_grads(layer, None) == 0
+    assert all(outcome is not None and outcome[0][0] == "RankMismatchError" for outcome in found), found
+    return [outcome[1] for outcome in found if outcome is not None]

@@ -64,6 +64,13 @@ def test_written_before_the_delayed_gradient(rank_pool, mode: str, what: str) ->
         assert "was written to in place since backward (it is at version" in message
 
 
+def test_other_replicated_parameters(rank_pool) -> None:
+    """Gloo ended a process, or the gradients of two parameters were added up."""
+    for messages in rank_pool(2).run(ranks.other_replicated, timeout_s=60):
+        assert "layer_norm_weight [16] torch.float32 on one of them only" in messages[0]
+        assert "fc2_bias [16] torch.float32, layer_norm_weight [16] torch.float32 on one" in messages[1]
+
+
 def test_names_are_text(rank_pool) -> None:
     for messages in rank_pool(2).run(ranks.bad_names, timeout_s=60):
         assert len(messages) == 3 and all("ub_name is needed" in message for message in messages)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tpoverlap.errors import RankMismatchError
+from tpoverlap.memory.base import agree
 from tpoverlap.setup import resolve_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def sync_replicated_grads(model: torch.nn.Module, group: Any) -> int:
@@ -25,6 +30,10 @@ def sync_replicated_grads(model: torch.nn.Module, group: Any) -> int:
 
     Returns:
         The number of parameters that were summed.
+
+    Raises:
+        RankMismatchError: ranks have other parameters to sum, such as one that is frozen on one rank only. Compared in
+            a model's first call, and again when what it has to sum changes, which it has to on all ranks alike.
     """
     import torch.distributed as dist
 
@@ -32,11 +41,17 @@ def sync_replicated_grads(model: torch.nn.Module, group: Any) -> int:
     named = {
         id(getattr(module, name)) for module in model.modules() for name in getattr(module, "replicated_parameters", ())
     }
-    parameters = [
-        p for p in model.parameters() if p.requires_grad and (getattr(p, "sequence_parallel", False) or id(p) in named)
-    ]
-    if not parameters or process_group.size() == 1:
+    flagged = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and (getattr(p, "sequence_parallel", False) or id(p) in named)
+    }
+    parameters = list(flagged.values())
+    if process_group.size() == 1:
         return len(parameters)
+    _require_same(model, process_group, flagged)
+    if not parameters:
+        return 0
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -53,3 +68,21 @@ def sync_replicated_grads(model: torch.nn.Module, group: Any) -> int:
         for grad, part in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
     return len(parameters)
+
+
+def _require_same(model: torch.nn.Module, group: ProcessGroup, parameters: dict[str, torch.nn.Parameter]) -> None:
+    """Sums of different lengths end a process in gloo and hang in NCCL; of different parameters they are just wrong."""
+    own = [f"{name} {list(parameter.shape)} {parameter.dtype}" for name, parameter in parameters.items()]
+    key = (group.group_name, own)
+    if getattr(model, "_tpoverlap_summed", None) == key:
+        return
+    everywhere = agree(group, own)
+    for rank, other in enumerate(everywhere):
+        differing = sorted(set(other) ^ set(everywhere[0]))
+        if other != everywhere[0]:
+            which = f"{', '.join(differing[:3])} on one of them only" if differing else "the same ones in another order"
+            raise RankMismatchError(
+                f"ranks 0 and {rank} have different replicated gradients to sum: {which}; freeze parameters, and build "
+                "the model, alike on every rank"
+            )
+    model._tpoverlap_summed = key  # type: ignore[assignment]  # plain data: copies and pickles keep it
