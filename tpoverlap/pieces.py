@@ -29,8 +29,11 @@ _TILES: Final = (
     (128, 128, 128 * 128 + 1024),  # smaller tiles read their operands more often
 )
 """Rows, columns (or the other way round) and cost of the tiles that cuBLAS was seen to choose for large results."""
-_SAVES: Final = 50
+_SAVES: Final = 33
 """Pieces differ where that saves one of so many parts of their GEMMs; else they are nearly equal."""
+_COUNTED_FROM: Final = 3 * 256 * 128 // 2
+"""Elements of a piece's result for each multiprocessor, a wave and a half: for less cuBLAS finds better tiles than are
+counted here."""
 
 
 class FirstPiece(NamedTuple):
@@ -58,7 +61,7 @@ def scatter_cut(
     if rows is None or multiprocessors == 0 or operand_row_bytes < NARROW_OPERAND_BYTES:
         return rows
     least, most = min(partition.counts), partition.max_count
-    if most - least >= _TILE_ROWS or -(-most // rows) != 2:
+    if most - least >= _TILE_ROWS or -(-most // rows) != 2 or least // 2 * width < _COUNTED_FROM * multiprocessors:
         return rows
     # A row's time on the link, in the unit of `_levels`: its GEMM's where an operand has NARROW_OPERAND_BYTES.
     link = width * itemsize * NARROW_OPERAND_BYTES / (2 * multiprocessors * operand_row_bytes)
@@ -76,7 +79,7 @@ def _cheapest(least: int, most: int, width: int, link: float, multiprocessors: i
     levels, costs = _levels(width, multiprocessors, 1 << (most - 1).bit_length())
     last = min(least * 3 // 4, least - MIN_PIECE_ROWS) // _TILE_ROWS * _TILE_ROWS
     now = sum(costs[bisect_left(levels, rows)] for n in (least, most) for rows in (n // 2, n - n // 2))
-    best, found = now - now // _SAVES, None
+    best, found = now - now / _SAVES, None
     for level in range(bisect_left(levels, -(-most // 2 // _TILE_ROWS) * _TILE_ROWS), len(levels)):
         first = min(levels[level] // _TILE_ROWS * _TILE_ROWS, last)
         rest = costs[bisect_left(levels, least - first)]

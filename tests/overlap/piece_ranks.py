@@ -26,6 +26,7 @@ def cut_from(rows: int, narrow_operand_bytes: int = 0) -> Iterator[None]:
     with (
         patch.object(pieces, "FULL_PIECE", rows * WIDTH // 2),
         patch.object(pieces, "NARROW_OPERAND_BYTES", narrow_operand_bytes),
+        patch.object(pieces, "_COUNTED_FROM", 0),
     ):
         yield
 

@@ -67,7 +67,9 @@ H200 = 132
         ([4736, 4736], 4096, 32768, H200, 3200),  # 4224 : 512 would cost less, but for all weights that 512 rows read
         ([4096, 3968], 3584, 16384, H200, None),  # a tile more
         ([4096, 4096], 4096, 16384, H200, None),  # halves are as good
-        ([3584, 3584], 3584, 16384, H200, None),  # 2176 : 1408 would save less than a fiftieth
+        ([3584, 3584], 3584, 16384, H200, None),  # 2176 : 1408 would save less than 3 %
+        ([6144, 6144], 4096, 16384, H200, None),  # 4224 : 1920 likewise; it was measured, and was slower
+        ([2688, 2688], 4096, 16384, H200, None),  # 1920 : 768 is counted 12 % cheaper, and was 5 % slower: few tiles
         ([4096, 4096], 3584, 16384, 0, None),  # GPUs that differ
         ([4096, 4096], 3584, NARROW_OPERAND_BYTES, H200, None),  # the first piece would be waited for
         ([4096, 4096], 3584, NARROW_OPERAND_BYTES - 2, H200, None),  # four pieces

@@ -71,6 +71,7 @@ def test_today(full: int, wanted: list[tuple[int, int]] | None, monkeypatch: pyt
     """As `tpoverlap.pieces` cuts it."""
     monkeypatch.setattr(pieces, "FULL_PIECE", full)
     monkeypatch.setattr(pieces, "NARROW_OPERAND_BYTES", 0)
+    monkeypatch.setattr(pieces, "_COUNTED_FROM", 0)
     assert tails._today(products(Lanes(CPU), 2560)) == wanted
 
 
