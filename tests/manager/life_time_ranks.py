@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
+import psutil
 import torch
 
 import tpoverlap as tpo
@@ -136,3 +139,41 @@ def alone(rank: int, size: int) -> dict[str, Any]:
             "stats": manager.stats(),
             "partition": manager.partition,
         }
+
+
+class _Marker:
+    """Something of the caller's, to see whether its frame was let go."""
+
+
+def what_an_error_keeps(rank: int, size: int, how: str, method: str) -> dict[str, Any]:
+    """A disagreement with a graph behind it, caught and kept, then the end ``how``: what is still there, and why."""
+    before = _mappings()
+    manager = make_manager(ub_cfgs={"proj_fprop": {"method": method, "num_splits": 2, "num_sm": 1}})
+    partition = TokenPartition.balanced(7, size)
+    shard = seeded(7, WIDTH, seed=0)[partition.rows(rank)].requires_grad_()
+    column, row = seeded(FEATURES, WIDTH, seed=1).requires_grad_(), seeded(WIDTH, FEATURES, seed=2)
+
+    def step() -> weakref.ref[_Marker]:
+        marker = _Marker()
+        seen.append(weakref.ref(marker))
+        y = tpo.all_gather_gemm(shard, column, manager.layer("qkv"), partition=partition)
+        other = TokenPartition.from_counts([1] * size) if rank == 0 else partition
+        tpo.gemm_reduce_scatter(y[: other.total], row, manager.layer("proj"), partition=other)
+        return seen[0]
+
+    seen: list[weakref.ref[_Marker]] = []
+    error: Exception | None = None
+    try:
+        step()
+    except tpo.TpOverlapError as caught:
+        error = caught
+    open_mappings = len(_mappings() - before)
+    getattr(manager, how)()
+    found = {"error": type(error).__name__, "open": open_mappings, "kept": len(_mappings() - before)}
+    error = None
+    gc.collect()  # tracebacks are cycles: that much is Python's own
+    return found | {"frame": seen[0]() is not None}
+
+
+def _mappings() -> set[str]:
+    return {each.path for each in psutil.Process().memory_maps(grouped=False) if "tpoverlap-" in each.path}

@@ -29,6 +29,15 @@ def test_an_exception_inside_with_comes_out(rank_pool: Pools) -> None:
     assert "rank 0" in second[1]
 
 
+@pytest.mark.parametrize("how", ["close", "abort"])
+@pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "sequential"])
+def test_an_error_that_is_kept_keeps_no_arena(rank_pool: Pools, method: str, how: str) -> None:
+    for found in rank_pool(3).run(life_time_ranks.what_an_error_keeps, how, method, timeout_s=60.0):
+        assert found["error"] == "RankMismatchError"
+        assert found["open"] == 3 and found["kept"] == 0, "the arena of each rank was mapped, none is after the end"
+        assert not found["frame"], "the caller's frame lives as long as the caller keeps the error, and no longer"
+
+
 def test_again_and_again(rank_pool: Pools) -> None:
     rank_pool(3).run(life_time_ranks.again_and_again, timeout_s=60.0)
 

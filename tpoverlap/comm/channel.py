@@ -300,6 +300,7 @@ class Channel:
 
     def fail(self, error: BaseException, descriptor: Descriptor) -> None:
         """An operation ended with ``error``: later calls raise, peers are told, waiters are released."""
+        self.fault.note(error)
         self.end(self.explained(error, descriptor), descriptor.sequence)
         self.release_waiters()
 
@@ -427,6 +428,7 @@ class Channel:
                 region.forget_views()
             for arena in self.arenas:
                 arena.close()
+            self.fault.let_go()
         else:
             logger.error("rank %d: the device is still busy after an error; its buffers are not freed", self.rank)
         self.in_flight.clear()
