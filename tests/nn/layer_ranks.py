@@ -276,7 +276,21 @@ def _loss(manager: tpo.UserBufferManager, targets: list[int], **options: Any) ->
     return tpo.nn.vocab_parallel_cross_entropy(logits, torch.tensor(targets), 2 * manager.tp_size, manager, **options)
 
 
+def _layer(manager: tpo.UserBufferManager, x: torch.Tensor) -> Any:
+    layer = tpo.nn.TransformerLayer(WIDTH, 4 * manager.tp_size, manager.tp_size, kv_channels=4, manager=manager)
+    return layer(x)
+
+
 MISUSES: dict[str, Any] = {
+    "dtype of a normed column": lambda m: _qkv(m)(_shard(m, 3 * m.tp_size).bfloat16()),
+    "dtype of an MLP": lambda m: _mlp(m)(_shard(m, 3 * m.tp_size).double()),
+    "dtype of a layer": lambda m: _layer(m, _shard(m, 3 * m.tp_size).half()),
+    "width of a normed column": lambda m: _qkv(m)(torch.zeros(3, WIDTH + 1)),
+    "width of an MLP": lambda m: _mlp(m, normalization="RMSNorm")(torch.zeros(3, 1)),
+    "width of a layer": lambda m: _layer(m, torch.zeros(3, WIDTH - 1)),
+    "three dimensions": lambda m: _mlp(m)(torch.zeros(1, 3, WIDTH)),
+    "device of a normed column": lambda m: _qkv(m)(torch.zeros(3, WIDTH, device="meta")),
+    "no tensor": lambda m: _mlp(m)([[0.0] * WIDTH] * 3),
     "bulk dgrad and rs dgrad": lambda m: _mlp(m, ub_bulk_dgrad=True, ub_overlap_rs_dgrad=True),
     "bulk wgrad and rs dgrad": lambda m: _qkv(m, ub_bulk_wgrad=True, ub_overlap_rs_dgrad=True),
     "bulk wgrad and delay": lambda m: _qkv(m, ub_bulk_wgrad=True, delay_wgrad_compute=True),

@@ -42,6 +42,15 @@ def test_default_manager(rank_pool) -> None:
 
 
 SAYS = {
+    "dtype of a normed column": ("ActiveShapeError", "qkv: the input", "torch.bfloat16", "torch.float32", "cast"),
+    "dtype of an MLP": ("ActiveShapeError", "fc1: the input", "torch.float64", "torch.float32", "cast"),
+    "dtype of a layer": ("ActiveShapeError", "qkv: the input", "torch.float16", "torch.float32", "cast"),
+    "width of a normed column": ("ActiveShapeError", "qkv: the input", "17 features", "normalises 16"),
+    "width of an MLP": ("ActiveShapeError", "fc1: the input", "1 features", "normalises 16"),
+    "width of a layer": ("ActiveShapeError", "qkv: the input", "15 features", "normalises 16"),
+    "three dimensions": ("ActiveShapeError", "fc1: the input", "[1, 3, 16]", "flatten"),
+    "device of a normed column": ("ActiveShapeError", "qkv: the input", "meta", "cpu", "move"),
+    "no tensor": ("ActiveShapeError", "fc1: the input", "list"),
     "bulk dgrad and rs dgrad": ("ConfigError", "ub_bulk_dgrad", "ub_overlap_rs_dgrad"),
     "bulk wgrad and rs dgrad": ("ConfigError", "ub_bulk_wgrad", "ub_overlap_rs_dgrad"),
     "bulk wgrad and delay": ("ConfigError", "ub_bulk_wgrad", "delay_wgrad_compute"),
