@@ -160,6 +160,7 @@ class UserBufferManager:
         streams = max((c.config.num_max_streams for c in self._names if c.config.method == "pipeline"), default=0)
         streams = max(streams, 3 if "pipeline" in self._pinned.values() or not self._tables.evidence.is_empty else 0)
         self.channel = Channel(choice.backend, regions, self.timeout_s, streams)
+        self.active.refused = self.channel.diagnosis.refused
         self.channel.diagnosis.know_possible(
             lambda: self._tables.possible_labels(self._names, fp8="fp8" in self.quantization_modes)
         )
@@ -238,10 +239,8 @@ class UserBufferManager:
             yield parsed
 
     def _parse_fitting(self, shape: ShapeLike | None, partition: TokenPartition | None) -> TokenPartition:
-        parsed = self.active.parse(shape, partition)
-        if self.on_overflow == "error":
-            require_capacity(parsed, self.capacity_shape[0], self.max_rows_per_rank, "active shape")
-        return parsed
+        limits = (self.capacity_shape[0], self.max_rows_per_rank) if self.on_overflow == "error" else None
+        return self.active.parse_fitting(shape, partition, limits)
 
     @property
     def partition(self) -> TokenPartition | None:

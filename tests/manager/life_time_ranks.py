@@ -141,6 +141,41 @@ def alone(rank: int, size: int) -> dict[str, Any]:
         }
 
 
+def closes_after_an_error(rank: int, size: int, how: str) -> list[Outcome]:
+    """Rank 0 raises before its operation, for which the others wait, and closes: what comes out of `close`."""
+    manager = make_manager()
+    closing: list[Outcome] = []
+
+    def step() -> None:
+        if how == "shape" and rank == 0:
+            manager.set_active_shape(CAPACITY + 1)
+        elif how == "normed layer":
+            layer = tpo.nn.LayerNormLinear(WIDTH, 2 * size, manager=manager, ub_name="qkv")
+            layer(torch.zeros(3, WIDTH if rank else WIDTH + 1))
+        elif how == "cu_seqlens":
+            layer = tpo.nn.MultiheadAttention(WIDTH, size, kv_channels=4, manager=manager)
+            layer(torch.zeros(3, WIDTH), [0, 3 * size if rank else 99])
+        elif how == "scatter":
+            x = torch.zeros(3 * size, 4)
+            tpo.gemm_reduce_scatter(x, torch.zeros(WIDTH, 4 if rank else 5), manager.layer("proj"))
+        elif how == "user" and rank == 0:
+            raise KeyError("the user's own")
+        else:
+            x = torch.zeros(3, WIDTH if rank or how == "again" else WIDTH + 1)
+            tpo.all_gather_gemm(x, torch.zeros(FEATURES, WIDTH), manager.layer("qkv"))
+
+    if how == "again":
+        assert outcome_of(lambda: manager.set_active_shape(CAPACITY + 1)) is not None
+        step()  # what was overcome is not named
+    try:
+        if how != "again" or rank:
+            step()
+    except Exception:
+        if how in ("user", "finally"):
+            closing.append(outcome_of(manager.close))
+    return [*closing, outcome_of(manager.close)]
+
+
 class _Marker:
     """Something of the caller's, to see whether its frame was let go."""
 

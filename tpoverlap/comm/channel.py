@@ -389,6 +389,7 @@ class Channel:
         if self.fault.error is not None:
             self._shut_down_between_operations()
             return
+        own_error = self.diagnosis.own_error()
         try:
             # The last operation: no rank may unmap while a peer can still write a credit into its arena. It goes
             # through the signals rather than the group, so it is bounded, it names a rank that does something else,
@@ -397,6 +398,10 @@ class Channel:
                 pass
             self.transport.synchronize()
             self.fault.check()
+        except TpOverlapError as error:
+            if own_error:
+                error.args = (f"{error}. The first error of rank {self.rank}, before it closed: {own_error}",)
+            raise
         finally:
             self._shut_down()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpoverlap.communicator import CommOverlap, Communicators
-from tpoverlap.errors import ActiveShapeError
+from tpoverlap.errors import ActiveShapeError, TpOverlapError
 from tpoverlap.gemm.fp8 import Fp8State
 from tpoverlap.nn.autograd import apply
 from tpoverlap.nn.bulk import BulkAllGather, BulkReduceScatter
@@ -18,6 +18,7 @@ from tpoverlap.nn.fp8 import Fp8ColumnLinear, Fp8RowLinear, require_fp8_gemm, re
 from tpoverlap.nn.inputs import (
     as_layer,
     full_partition,
+    note_refusal,
     require_communicator,
     require_matmul,
     require_output_width,
@@ -69,12 +70,16 @@ def all_gather_gemm(
             f"{layer.name}: {len(weights)} weights but {len(biases)} biases; give at least one weight, and one bias or "
             "None for each"
         )
-    resolved = shard_partition(layer.fprop, x_shard_t, partition)
-    require_matmul(layer.fprop, x_shard_t, weights)
-    for index, (one_weight, one_bias) in enumerate(zip(weights, biases, strict=True)):
-        if one_bias is not None:
-            biases[index] = _checked_bias(layer.name, one_weight, one_bias)
     manager = layer.manager
+    try:
+        resolved = shard_partition(layer.fprop, x_shard_t, partition)
+        require_matmul(layer.fprop, x_shard_t, weights)
+        for index, (one_weight, one_bias) in enumerate(zip(weights, biases, strict=True)):
+            if one_bias is not None:
+                biases[index] = _checked_bias(layer.name, one_weight, one_bias)
+    except TpOverlapError as error:
+        note_refusal(manager, error)
+        raise
     outputs: tuple[torch.Tensor, ...]
     if fp8 is None:
         require_unquantised(comm)
@@ -116,11 +121,15 @@ def gemm_reduce_scatter(
         As `all_gather_gemm`.
     """
     layer = comm if comm.__class__ is LayerView else as_layer(comm, row=True)
-    resolved = full_partition(layer.fprop, x, partition)
-    require_matmul(layer.fprop, x, [weight])
-    require_output_width(layer.fprop, weight.shape[0])
-    if bias is not None:
-        bias = _checked_bias(layer.name, weight, bias)
+    try:
+        resolved = full_partition(layer.fprop, x, partition)
+        require_matmul(layer.fprop, x, [weight])
+        require_output_width(layer.fprop, weight.shape[0])
+        if bias is not None:
+            bias = _checked_bias(layer.name, weight, bias)
+    except TpOverlapError as error:
+        note_refusal(layer.manager, error)
+        raise
     result: torch.Tensor
     if fp8 is None:
         require_unquantised(comm)

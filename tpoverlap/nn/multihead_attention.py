@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpoverlap.errors import ConfigError
+from tpoverlap.errors import ConfigError, TpOverlapError
 from tpoverlap.nn.agreement import agreeing_on
 from tpoverlap.nn.elementwise import HeadLayout
+from tpoverlap.nn.inputs import note_refusal
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.linear import Linear
 from tpoverlap.nn.parallel_layer import Output
@@ -171,11 +172,15 @@ class MultiheadAttention(torch.nn.Module):
                 others as `all_gather_gemm`.
         """
         num_tokens = self._num_tokens(hidden_states, partition)
-        sequences = packed_sequences(
-            (0, num_tokens) if cu_seqlens is None else cu_seqlens, num_tokens, hidden_states.device, max_seqlen
-        )
-        if rotary_pos_emb is not None:
-            require_table(rotary_pos_emb, num_tokens, self.head_dim)
+        try:
+            sequences = packed_sequences(
+                (0, num_tokens) if cu_seqlens is None else cu_seqlens, num_tokens, hidden_states.device, max_seqlen
+            )
+            if rotary_pos_emb is not None:
+                require_table(rotary_pos_emb, num_tokens, self.head_dim)
+        except TpOverlapError as error:
+            note_refusal(self.manager, error)
+            raise
         projection = self.layernorm_qkv
         if projection is None:
             projection = self.qkv  # type: ignore[assignment]  # the same call

@@ -13,6 +13,7 @@ import torch
 from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.nn.autograd import apply, differentiable_once
 from tpoverlap.nn.elementwise import NormKind, norm_backward, norm_forward, norm_twin, pays
+from tpoverlap.nn.inputs import note_refusal
 from tpoverlap.nn.parameters import add_parameter, require_positive
 from tpoverlap.nn.shard_spec import ShardSpec
 
@@ -89,7 +90,11 @@ class NormOptions:
             and x.dtype == self._manager.dtype
             and x.device == self._manager.device
         ):
-            self._require_input(x)
+            try:
+                self._require_input(x)
+            except ActiveShapeError as error:
+                note_refusal(self._manager, error)
+                raise
         return normalise(x, weight, bias, self.kind)
 
     def _require_input(self, x: torch.Tensor) -> None:
