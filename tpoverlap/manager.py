@@ -137,6 +137,7 @@ class UserBufferManager:
         self._names = NameTable(self, config, self.capacity_shape[1], self.capacity_shape[0], self.max_rows_per_rank)
         self._closed = False
         self._logged_overflow: TokenPartition | None = None
+        self.said: set[str] = set()  # by layers: what is logged once
         self.channel: Channel | None = None
         self.backend_name, self.backend_reason = "none", "R = 1: nothing is communicated"
         self._tables = MethodTables(evidence, config, self._pinned, self.tp_size, dtype)
@@ -477,10 +478,8 @@ class UserBufferManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abort()
+        end = self.close if error is None else self.abort
+        end()
 
     def require_open(self) -> None:
         """Raise NotInitializedError after `close` or `abort`."""

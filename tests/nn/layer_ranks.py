@@ -218,6 +218,21 @@ def unregistered_says_so_once(rank: int, size: int) -> list[str]:
         return log.having("nobody")
 
 
+def one_sequence_is_said(rank: int, size: int) -> list[list[str]]:
+    """What is logged where no ``cu_seqlens`` says which rows attend to which: three calls, the first with it."""
+    found = []
+    with make_manager() as manager:
+        manager.set_active_shape(3 * size)
+        options = {"kv_channels": 4, "manager": manager}
+        layers = [tpo.nn.MultiheadAttention(WIDTH, size, **options), tpo.nn.TransformerLayer(WIDTH, 8, size, **options)]
+        for cu_seqlens in ([0, 3 * size], None, None):
+            with LogLines() as log:
+                for layer in layers:
+                    layer(_shard(manager, 3 * size), cu_seqlens)
+            found.append(log.having("cu_seqlens"))
+    return found
+
+
 def registered_later(rank: int, size: int) -> None:
     """A layer made before its name was registered overlaps from then on."""
     with make_manager() as manager:

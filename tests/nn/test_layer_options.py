@@ -36,6 +36,13 @@ def test_unregistered(rank_pool) -> None:
         assert len(lines) == 1 and "runs without overlap" in lines[0]
 
 
+def test_one_sequence_is_said_once(rank_pool) -> None:
+    for rank, (told, first, later) in enumerate(rank_pool(2).run(ranks.one_sequence_is_said, timeout_s=60)):
+        assert not told and not later
+        assert len(first) == (rank == 0)
+        assert rank or ("T=6" in first[0] and "one sequence" in first[0])
+
+
 def test_default_manager(rank_pool) -> None:
     for message in rank_pool(2).run(ranks.default_manager, timeout_s=60):
         assert "initialize_ub" in message and "manager=" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,11 @@ from tpoverlap.tokens import TokenPartition
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
 
+logger = logging.getLogger("tpoverlap")
+_ONE_SEQUENCE = (
+    "attention without cu_seqlens: all T=%d rows are one sequence, also where they are of several documents; pass "
+    "cu_seqlens=[0, ..., T], or [0, T] if that is meant (said once)"
+)
 _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
 
 
@@ -162,7 +168,7 @@ class MultiheadAttention(torch.nn.Module):
 
         Args:
             hidden_states: this rank's rows.
-            cu_seqlens: see `PackedSequences`; None: all T rows are one sequence.
+            cu_seqlens: see `PackedSequences`; None: all T rows are one sequence, which a log line says once a manager.
             max_seqlen: the longest sequence; saves a wait where ``cu_seqlens`` is on the GPU.
             rotary_pos_emb: RoPE table of all T rows, to share it between layers.
             partition: rows of each rank; None: the active shape.
@@ -172,10 +178,14 @@ class MultiheadAttention(torch.nn.Module):
                 others as `all_gather_gemm`.
         """
         num_tokens = self._num_tokens(hidden_states, partition)
+        if cu_seqlens is None:
+            cu_seqlens = (0, num_tokens)
+            if _ONE_SEQUENCE not in self.manager.said:
+                self.manager.said.add(_ONE_SEQUENCE)
+                if self.manager.rank == 0:
+                    logger.warning(_ONE_SEQUENCE, num_tokens)
         try:
-            sequences = packed_sequences(
-                (0, num_tokens) if cu_seqlens is None else cu_seqlens, num_tokens, hidden_states.device, max_seqlen
-            )
+            sequences = packed_sequences(cu_seqlens, num_tokens, hidden_states.device, max_seqlen)
             if rotary_pos_emb is not None:
                 require_table(rotary_pos_emb, num_tokens, self.head_dim)
         except TpOverlapError as error:
