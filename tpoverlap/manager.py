@@ -215,19 +215,20 @@ class UserBufferManager:
 
     # -- active shape --------------------------------------------------------------------------------------------
 
-    def set_active_shape(self, shape: ShapeLike | None = None, partition: TokenPartition | None = None) -> None:
+    def set_active_shape(
+        self, shape: ShapeLike | None = None, partition: TokenPartition | None = None
+    ) -> TokenPartition | None:
         """T of the operations that follow: ``(T, H)``, ``T`` or a TokenPartition; balanced unless counts are given.
 
-        Local and asynchronous. ``set_active_shape()`` without arguments goes back to inferring T from inputs.
+        Local and asynchronous; gives the partition. Without arguments it is None, and T is inferred from inputs again.
 
         Raises:
             ActiveShapeError: malformed, or H differs. CapacityError: more than C rows, or than max_rows_per_rank.
         """
         self.require_open()
-        if shape is None and partition is None:
-            self.active.set(None)
-            return
-        self.active.set(self._parse_fitting(shape, partition))
+        parsed = None if shape is None and partition is None else self._parse_fitting(shape, partition)
+        self.active.set(parsed)
+        return parsed
 
     @contextmanager
     def microbatch(
