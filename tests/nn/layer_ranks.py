@@ -269,6 +269,12 @@ def misuses(rank: int, size: int, offender: int | None) -> Outcomes:
         return outcomes
 
 
+def float32_under_autocast(rank: int, size: int) -> Any:
+    """A residual stream in float32 under autocast, given to a layer of a bfloat16 manager."""
+    with make_manager(dtype=torch.bfloat16) as manager, torch.autocast("cpu", dtype=torch.bfloat16):
+        return outcome_of(lambda: _qkv(manager)(torch.zeros(3, WIDTH)))
+
+
 def _mha(manager: tpo.UserBufferManager, cu_seqlens: Any = None, **options: Any) -> Any:
     size = manager.tp_size
     layer = tpo.nn.MultiheadAttention(

@@ -132,3 +132,9 @@ def test_misuses(rank_pool, offender: int | None) -> None:
             (classes, message), (error, *fragments) = outcome, SAYS[name]
             assert classes[0] == error, f"{name}: {classes[0]}: {message}"
             assert all(fragment in message for fragment in fragments), f"{name}: {message}"
+
+
+def test_autocast_does_not_hide_a_wrong_dtype(rank_pool) -> None:
+    for outcome in rank_pool(2).run(ranks.float32_under_autocast, timeout_s=60):
+        assert outcome is not None and outcome[0][0] == "ActiveShapeError", outcome
+        assert "torch.float32" in outcome[1] and "torch.bfloat16" in outcome[1]

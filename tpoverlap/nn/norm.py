@@ -99,9 +99,9 @@ class NormOptions:
 
     def _require_input(self, x: torch.Tensor) -> None:
         manager = self._manager
-        dtype_at_most = isinstance(x, torch.Tensor) and x.ndim == 2 and x.device == manager.device
-        # Under autocast the norm may well give the manager's dtype: the GEMM looks at what comes out.
-        if not (dtype_at_most and torch.is_autocast_enabled(manager.device.type)):
+        at_most_dtype = isinstance(x, torch.Tensor) and x.ndim == 2 and x.device == manager.device
+        # Autocast's norms give float32 on GPUs, whatever they are given: there the GEMM looks at what comes out.
+        if not (at_most_dtype and manager.dtype == torch.float32 and torch.is_autocast_enabled(manager.device.type)):
             manager.require_input(x, "the input", self._ub_name)
         if x.shape[1] != self.width:
             raise ActiveShapeError(
