@@ -158,6 +158,12 @@ def closes_after_an_error(rank: int, size: int, how: str) -> list[Outcome]:
         elif how == "scatter":
             x = torch.zeros(3 * size, 4)
             tpo.gemm_reduce_scatter(x, torch.zeros(WIDTH, 4 if rank else 5), manager.layer("proj"))
+        elif how == "bulk gather":
+            x, operand = torch.zeros(3, WIDTH), torch.zeros(2, 4)
+            tpo.bulk_all_gather(x, manager.get("qkv_dgrad"), (operand, operand if rank else operand.t()))
+        elif how == "bulk scatter":
+            y, operand = torch.zeros(3 * size, WIDTH if rank else 5), torch.zeros(2, 4)
+            tpo.bulk_reduce_scatter(y, manager.get("qkv_wgrad"), (operand, operand))
         elif how == "user" and rank == 0:
             raise KeyError("the user's own")
         else:

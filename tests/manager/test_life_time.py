@@ -35,6 +35,8 @@ FIRST_ERRORS = {
     "user": ("KeyError", "the user's own"),
     "shape": ("CapacityError: active shape", "T=25"),
     "scatter": ("ActiveShapeError: proj_fprop", "takes 5"),
+    "bulk gather": ("ActiveShapeError: qkv_dgrad", "a @ b.T"),
+    "bulk scatter": ("ActiveShapeError: qkv_wgrad", "5 features"),
     "normed layer": ("ActiveShapeError: qkv", "17 features"),
     "cu_seqlens": ("ActiveShapeError: cu_seqlens ends at 99",),
     "again": (),

@@ -148,8 +148,12 @@ def bulk_all_gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(all_gather(x_shard_t) [T, H], a @ b.T) for ``gemm=(a, b)``, the gather beside the independent GEMM."""
     require_communicator(comm, scatter=False)
-    resolved = shard_partition(comm, x_shard_t, partition)
-    a, b = _require_operands(comm, gemm)
+    try:
+        resolved = shard_partition(comm, x_shard_t, partition)
+        a, b = _require_operands(comm, gemm)
+    except TpOverlapError as error:
+        note_refusal(comm.manager, error)
+        raise
     gathered, product = _apply(comm.manager, BulkAllGather, comm, resolved, x_shard_t, a, b)
     return gathered, product
 
@@ -162,9 +166,13 @@ def bulk_reduce_scatter(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(reduce_scatter(y) [T_r, H], a @ b.T) for ``gemm=(a, b)``, the scatter beside the independent GEMM."""
     require_communicator(comm, scatter=True)
-    resolved = full_partition(comm, y, partition, "y")
-    require_output_width(comm, y.shape[1])
-    a, b = _require_operands(comm, gemm)
+    try:
+        resolved = full_partition(comm, y, partition, "y")
+        require_output_width(comm, y.shape[1])
+        a, b = _require_operands(comm, gemm)
+    except TpOverlapError as error:
+        note_refusal(comm.manager, error)
+        raise
     shard, product = _apply(comm.manager, BulkReduceScatter, comm, resolved, y, a, b)
     return shard, product
 
