@@ -1,7 +1,7 @@
 """A plain training loop whose token count changes every step: nothing is padded, nothing is set up again.
 
-    python examples/01_variable_tokens.py                       # starts two ranks itself
-    torchrun --nproc-per-node 2 examples/01_variable_tokens.py  # or any number of ranks
+    python examples/01_variable_tokens.py                                         # starts two ranks itself
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/01_variable_tokens.py  # or any number of ranks
 
 The ranks share each microbatch: rank r holds T_r of its T rows (sequence parallel) and 1/R of the MLP's weights (tensor
 parallel). fc1 gathers the rows while it multiplies, fc2 scatters the sums while it multiplies. What is replicated

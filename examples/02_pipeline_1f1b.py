@@ -1,7 +1,7 @@
 """Microbatches of different T in flight at once, in 1F1B order, with activation recomputation.
 
     python examples/02_pipeline_1f1b.py
-    torchrun --nproc-per-node 2 examples/02_pipeline_1f1b.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/02_pipeline_1f1b.py
 
 One pipeline stage's view: it runs a few forwards ahead, then alternates one forward, one backward. When the backward
 of an early microbatch runs, the manager already holds the T of a later one. The gradients are those of one microbatch

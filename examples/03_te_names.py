@@ -1,7 +1,7 @@
 """Transformer Engine's names on tpoverlap's engine: initialise at capacity, then set the active shape.
 
     python examples/03_te_names.py
-    torchrun --nproc-per-node 2 examples/03_te_names.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/03_te_names.py
 
 For code that calls the userbuffer functions itself. Transformer Engine's own layers keep its own buffers.
 """

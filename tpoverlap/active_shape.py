@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -23,6 +23,8 @@ class ActiveShape:
         self.tp_size = tp_size
         self.width = width
         self.version = 0
+        self.refused: Callable[[BaseException], None] = lambda error: None
+        """Told what `parse_fitting` raises: peers may be about to wait for this rank."""
         self._base: TokenPartition | None = None
         self._scopes: ContextVar[tuple[TokenPartition | None, ...]] = ContextVar("tpoverlap_active_shape", default=())
 
@@ -47,6 +49,23 @@ class ActiveShape:
         finally:
             self._scopes.reset(token)
             self.version += 1
+
+    def parse_fitting(
+        self, shape: ShapeLike | None, partition: TokenPartition | None, limits: tuple[int, int] | None
+    ) -> TokenPartition:
+        """`parse` for the manager; ``limits``: (most tokens, most rows of a rank), or None.
+
+        Raises:
+            As `parse`. CapacityError: above the limits.
+        """
+        try:
+            parsed = self.parse(shape, partition)
+            if limits is not None:
+                require_capacity(parsed, *limits, "active shape")
+        except ActiveShapeError as error:
+            self.refused(error)
+            raise
+        return parsed
 
     def parse(
         self, shape: ShapeLike | None, partition: TokenPartition | None, width: int | None = None

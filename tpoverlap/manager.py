@@ -137,6 +137,7 @@ class UserBufferManager:
         self._names = NameTable(self, config, self.capacity_shape[1], self.capacity_shape[0], self.max_rows_per_rank)
         self._closed = False
         self._logged_overflow: TokenPartition | None = None
+        self.said: set[str] = set()  # by layers: what is logged once
         self.channel: Channel | None = None
         self.backend_name, self.backend_reason = "none", "R = 1: nothing is communicated"
         self._tables = MethodTables(evidence, config, self._pinned, self.tp_size, dtype)
@@ -160,6 +161,7 @@ class UserBufferManager:
         streams = max((c.config.num_max_streams for c in self._names if c.config.method == "pipeline"), default=0)
         streams = max(streams, 3 if "pipeline" in self._pinned.values() or not self._tables.evidence.is_empty else 0)
         self.channel = Channel(choice.backend, regions, self.timeout_s, streams)
+        self.active.refused = self.channel.diagnosis.refused
         self.channel.diagnosis.know_possible(
             lambda: self._tables.possible_labels(self._names, fp8="fp8" in self.quantization_modes)
         )
@@ -213,19 +215,20 @@ class UserBufferManager:
 
     # -- active shape --------------------------------------------------------------------------------------------
 
-    def set_active_shape(self, shape: ShapeLike | None = None, partition: TokenPartition | None = None) -> None:
+    def set_active_shape(
+        self, shape: ShapeLike | None = None, partition: TokenPartition | None = None
+    ) -> TokenPartition | None:
         """T of the operations that follow: ``(T, H)``, ``T`` or a TokenPartition; balanced unless counts are given.
 
-        Local and asynchronous. ``set_active_shape()`` without arguments goes back to inferring T from inputs.
+        Local and asynchronous; gives the partition. Without arguments it is None, and T is inferred from inputs again.
 
         Raises:
             ActiveShapeError: malformed, or H differs. CapacityError: more than C rows, or than max_rows_per_rank.
         """
         self.require_open()
-        if shape is None and partition is None:
-            self.active.set(None)
-            return
-        self.active.set(self._parse_fitting(shape, partition))
+        parsed = None if shape is None and partition is None else self._parse_fitting(shape, partition)
+        self.active.set(parsed)
+        return parsed
 
     @contextmanager
     def microbatch(
@@ -238,10 +241,8 @@ class UserBufferManager:
             yield parsed
 
     def _parse_fitting(self, shape: ShapeLike | None, partition: TokenPartition | None) -> TokenPartition:
-        parsed = self.active.parse(shape, partition)
-        if self.on_overflow == "error":
-            require_capacity(parsed, self.capacity_shape[0], self.max_rows_per_rank, "active shape")
-        return parsed
+        limits = (self.capacity_shape[0], self.max_rows_per_rank) if self.on_overflow == "error" else None
+        return self.active.parse_fitting(shape, partition, limits)
 
     @property
     def partition(self) -> TokenPartition | None:
@@ -478,10 +479,8 @@ class UserBufferManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abort()
+        end = self.close if error is None else self.abort
+        end()
 
     def require_open(self) -> None:
         """Raise NotInitializedError after `close` or `abort`."""

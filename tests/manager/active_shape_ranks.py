@@ -23,7 +23,7 @@ def forms(rank: int, size: int) -> None:
         shapes += [(np.int32(total), WIDTH), torch.tensor([total, WIDTH]), np.array([total, WIDTH])]
         for shape in shapes:
             manager.set_active_shape(CAPACITY)
-            manager.set_active_shape(shape)
+            assert manager.set_active_shape(shape) == balanced
             assert manager.partition == balanced, shape
             assert manager.active_shape == (total, WIDTH) and type(manager.active_shape[0]) is int
             with manager.microbatch(shape) as partition:
@@ -33,11 +33,11 @@ def forms(rank: int, size: int) -> None:
             assert comm.partition == balanced
         for arguments in ((uneven,), (None, uneven), (total, uneven), ((total, WIDTH), uneven), (uneven, uneven)):
             manager.set_active_shape(CAPACITY)
-            manager.set_active_shape(*arguments)
+            assert manager.set_active_shape(*arguments) == uneven
             assert manager.partition == uneven
             assert manager.num_tokens == total
         assert_right(manager, uneven, backward=True)
-        manager.set_active_shape()  # back to inference
+        assert manager.set_active_shape() is None  # back to inference
         assert manager.partition is None and manager.active_shape == (CAPACITY, WIDTH)
 
 

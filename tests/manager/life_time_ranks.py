@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
+import psutil
 import torch
 
 import tpoverlap as tpo
@@ -136,3 +139,82 @@ def alone(rank: int, size: int) -> dict[str, Any]:
             "stats": manager.stats(),
             "partition": manager.partition,
         }
+
+
+def closes_after_an_error(rank: int, size: int, how: str) -> list[Outcome]:
+    """Rank 0 raises before its operation, for which the others wait, and closes: what comes out of `close`."""
+    manager = make_manager()
+    closing: list[Outcome] = []
+
+    def step() -> None:
+        if how == "shape" and rank == 0:
+            manager.set_active_shape(CAPACITY + 1)
+        elif how == "normed layer":
+            layer = tpo.nn.LayerNormLinear(WIDTH, 2 * size, manager=manager, ub_name="qkv")
+            layer(torch.zeros(3, WIDTH if rank else WIDTH + 1))
+        elif how == "cu_seqlens":
+            layer = tpo.nn.MultiheadAttention(WIDTH, size, kv_channels=4, manager=manager)
+            layer(torch.zeros(3, WIDTH), [0, 3 * size if rank else 99])
+        elif how == "scatter":
+            x = torch.zeros(3 * size, 4)
+            tpo.gemm_reduce_scatter(x, torch.zeros(WIDTH, 4 if rank else 5), manager.layer("proj"))
+        elif how == "bulk gather":
+            x, operand = torch.zeros(3, WIDTH), torch.zeros(2, 4)
+            tpo.bulk_all_gather(x, manager.get("qkv_dgrad"), (operand, operand if rank else operand.t()))
+        elif how == "bulk scatter":
+            y, operand = torch.zeros(3 * size, WIDTH if rank else 5), torch.zeros(2, 4)
+            tpo.bulk_reduce_scatter(y, manager.get("qkv_wgrad"), (operand, operand))
+        elif how == "user" and rank == 0:
+            raise KeyError("the user's own")
+        else:
+            x = torch.zeros(3, WIDTH if rank or how == "again" else WIDTH + 1)
+            tpo.all_gather_gemm(x, torch.zeros(FEATURES, WIDTH), manager.layer("qkv"))
+
+    if how == "again":
+        assert outcome_of(lambda: manager.set_active_shape(CAPACITY + 1)) is not None
+        step()  # what was overcome is not named
+    try:
+        if how != "again" or rank:
+            step()
+    except Exception:
+        if how in ("user", "finally"):
+            closing.append(outcome_of(manager.close))
+    return [*closing, outcome_of(manager.close)]
+
+
+class _Marker:
+    """Something of the caller's, to see whether its frame was let go."""
+
+
+def what_an_error_keeps(rank: int, size: int, how: str, method: str) -> dict[str, Any]:
+    """A disagreement with a graph behind it, caught and kept, then the end ``how``: what is still there, and why."""
+    before = _mappings()
+    manager = make_manager(ub_cfgs={"proj_fprop": {"method": method, "num_splits": 2, "num_sm": 1}})
+    partition = TokenPartition.balanced(7, size)
+    shard = seeded(7, WIDTH, seed=0)[partition.rows(rank)].requires_grad_()
+    column, row = seeded(FEATURES, WIDTH, seed=1).requires_grad_(), seeded(WIDTH, FEATURES, seed=2)
+
+    def step() -> weakref.ref[_Marker]:
+        marker = _Marker()
+        seen.append(weakref.ref(marker))
+        y = tpo.all_gather_gemm(shard, column, manager.layer("qkv"), partition=partition)
+        other = TokenPartition.from_counts([1] * size) if rank == 0 else partition
+        tpo.gemm_reduce_scatter(y[: other.total], row, manager.layer("proj"), partition=other)
+        return seen[0]
+
+    seen: list[weakref.ref[_Marker]] = []
+    error: Exception | None = None
+    try:
+        step()
+    except tpo.TpOverlapError as caught:
+        error = caught
+    open_mappings = len(_mappings() - before)
+    getattr(manager, how)()
+    found = {"error": type(error).__name__, "open": open_mappings, "kept": len(_mappings() - before)}
+    error = None
+    gc.collect()  # tracebacks are cycles: that much is Python's own
+    return found | {"frame": seen[0]() is not None}
+
+
+def _mappings() -> set[str]:
+    return {each.path for each in psutil.Process().memory_maps(grouped=False) if "tpoverlap-" in each.path}

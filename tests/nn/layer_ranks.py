@@ -218,6 +218,21 @@ def unregistered_says_so_once(rank: int, size: int) -> list[str]:
         return log.having("nobody")
 
 
+def one_sequence_is_said(rank: int, size: int) -> list[list[str]]:
+    """What is logged where no ``cu_seqlens`` says which rows attend to which: three calls, the first with it."""
+    found = []
+    with make_manager() as manager:
+        manager.set_active_shape(3 * size)
+        options = {"kv_channels": 4, "manager": manager}
+        layers = [tpo.nn.MultiheadAttention(WIDTH, size, **options), tpo.nn.TransformerLayer(WIDTH, 8, size, **options)]
+        for cu_seqlens in ([0, 3 * size], None, None):
+            with LogLines() as log:
+                for layer in layers:
+                    layer(_shard(manager, 3 * size), cu_seqlens)
+            found.append(log.having("cu_seqlens"))
+    return found
+
+
 def registered_later(rank: int, size: int) -> None:
     """A layer made before its name was registered overlaps from then on."""
     with make_manager() as manager:
@@ -254,6 +269,12 @@ def misuses(rank: int, size: int, offender: int | None) -> Outcomes:
         return outcomes
 
 
+def float32_under_autocast(rank: int, size: int) -> Any:
+    """A residual stream in float32 under autocast, given to a layer of a bfloat16 manager."""
+    with make_manager(dtype=torch.bfloat16) as manager, torch.autocast("cpu", dtype=torch.bfloat16):
+        return outcome_of(lambda: _qkv(manager)(torch.zeros(3, WIDTH)))
+
+
 def _mha(manager: tpo.UserBufferManager, cu_seqlens: Any = None, **options: Any) -> Any:
     size = manager.tp_size
     layer = tpo.nn.MultiheadAttention(
@@ -276,7 +297,21 @@ def _loss(manager: tpo.UserBufferManager, targets: list[int], **options: Any) ->
     return tpo.nn.vocab_parallel_cross_entropy(logits, torch.tensor(targets), 2 * manager.tp_size, manager, **options)
 
 
+def _layer(manager: tpo.UserBufferManager, x: torch.Tensor) -> Any:
+    layer = tpo.nn.TransformerLayer(WIDTH, 4 * manager.tp_size, manager.tp_size, kv_channels=4, manager=manager)
+    return layer(x)
+
+
 MISUSES: dict[str, Any] = {
+    "dtype of a normed column": lambda m: _qkv(m)(_shard(m, 3 * m.tp_size).bfloat16()),
+    "dtype of an MLP": lambda m: _mlp(m)(_shard(m, 3 * m.tp_size).double()),
+    "dtype of a layer": lambda m: _layer(m, _shard(m, 3 * m.tp_size).half()),
+    "width of a normed column": lambda m: _qkv(m)(torch.zeros(3, WIDTH + 1)),
+    "width of an MLP": lambda m: _mlp(m, normalization="RMSNorm")(torch.zeros(3, 1)),
+    "width of a layer": lambda m: _layer(m, torch.zeros(3, WIDTH - 1)),
+    "three dimensions": lambda m: _mlp(m)(torch.zeros(1, 3, WIDTH)),
+    "device of a normed column": lambda m: _qkv(m)(torch.zeros(3, WIDTH, device="meta")),
+    "no tensor": lambda m: _mlp(m)([[0.0] * WIDTH] * 3),
     "bulk dgrad and rs dgrad": lambda m: _mlp(m, ub_bulk_dgrad=True, ub_overlap_rs_dgrad=True),
     "bulk wgrad and rs dgrad": lambda m: _qkv(m, ub_bulk_wgrad=True, ub_overlap_rs_dgrad=True),
     "bulk wgrad and delay": lambda m: _qkv(m, ub_bulk_wgrad=True, delay_wgrad_compute=True),

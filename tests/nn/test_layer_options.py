@@ -36,12 +36,28 @@ def test_unregistered(rank_pool) -> None:
         assert len(lines) == 1 and "runs without overlap" in lines[0]
 
 
+def test_one_sequence_is_said_once(rank_pool) -> None:
+    for rank, (told, first, later) in enumerate(rank_pool(2).run(ranks.one_sequence_is_said, timeout_s=60)):
+        assert not told and not later
+        assert len(first) == (rank == 0)
+        assert rank or ("T=6" in first[0] and "one sequence" in first[0])
+
+
 def test_default_manager(rank_pool) -> None:
     for message in rank_pool(2).run(ranks.default_manager, timeout_s=60):
         assert "initialize_ub" in message and "manager=" in message
 
 
 SAYS = {
+    "dtype of a normed column": ("ActiveShapeError", "qkv: the input", "torch.bfloat16", "torch.float32", "cast"),
+    "dtype of an MLP": ("ActiveShapeError", "fc1: the input", "torch.float64", "torch.float32", "cast"),
+    "dtype of a layer": ("ActiveShapeError", "qkv: the input", "torch.float16", "torch.float32", "cast"),
+    "width of a normed column": ("ActiveShapeError", "qkv: the input", "17 features", "normalises 16"),
+    "width of an MLP": ("ActiveShapeError", "fc1: the input", "1 features", "normalises 16"),
+    "width of a layer": ("ActiveShapeError", "qkv: the input", "15 features", "normalises 16"),
+    "three dimensions": ("ActiveShapeError", "fc1: the input", "[1, 3, 16]", "flatten"),
+    "device of a normed column": ("ActiveShapeError", "qkv: the input", "meta", "cpu", "move"),
+    "no tensor": ("ActiveShapeError", "fc1: the input", "list"),
     "bulk dgrad and rs dgrad": ("ConfigError", "ub_bulk_dgrad", "ub_overlap_rs_dgrad"),
     "bulk wgrad and rs dgrad": ("ConfigError", "ub_bulk_wgrad", "ub_overlap_rs_dgrad"),
     "bulk wgrad and delay": ("ConfigError", "ub_bulk_wgrad", "delay_wgrad_compute"),
@@ -116,3 +132,9 @@ def test_misuses(rank_pool, offender: int | None) -> None:
             (classes, message), (error, *fragments) = outcome, SAYS[name]
             assert classes[0] == error, f"{name}: {classes[0]}: {message}"
             assert all(fragment in message for fragment in fragments), f"{name}: {message}"
+
+
+def test_autocast_does_not_hide_a_wrong_dtype(rank_pool) -> None:
+    for outcome in rank_pool(2).run(ranks.float32_under_autocast, timeout_s=60):
+        assert outcome is not None and outcome[0][0] == "ActiveShapeError", outcome
+        assert "torch.float32" in outcome[1] and "torch.bfloat16" in outcome[1]

@@ -89,8 +89,25 @@ def test_exit_codes(tmp_path: Path) -> None:
 def test_an_error_says_where_what_why_and_what_to_do(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", "fc1_fprop:\n  method: bulk\n  num_sms: 2\n")
     output = check(path).output
-    assert f"{path}:3: error: fc1_fprop.num_sms is no option [unknown-option]" in output
+    assert f"{path}: 1 error" in output
+    assert "  line 3: error: fc1_fprop.num_sms is no option [unknown-option]" in output
     assert "remedy: did you mean 'num_sm'?" in output
+
+
+def test_the_path_stands_once_a_file(tmp_path: Path) -> None:
+    (tmp_path / "ub").mkdir()
+    texts = {
+        "embedded": "m:\n  ub_tp_comm_overlap_cfg:\n    fc1_fprop: {method: ring_exchange, num_splits: 7}\n",
+        "duplicate-key": RING + RING,
+        "foreign-key": "other: 1\n" + RING,
+        "empty-file": "",
+    }
+    for rule, text in texts.items():
+        path = write(tmp_path / "ub" / "a.yaml", text)
+        output = check(path).output
+        assert f"[{rule}]" in output and output.count(str(path)) == 1, output
+    assert "this file" in output
+    assert check(tmp_path / "none.yaml").output.count("none.yaml") == 2, "what cannot be read is named in its reason"
 
 
 def test_json(tmp_path: Path) -> None:
@@ -169,7 +186,7 @@ def test_a_folder_is_its_yaml_files(tmp_path: Path) -> None:
     write(tmp_path / "README.md", "no YAML: {")
     (tmp_path / "below.yaml").mkdir()
     result = check(tmp_path)
-    assert result.exit_code == 1 and result.output.index("a.yaml") < result.output.index("b.yml:2: error")
+    assert result.exit_code == 1 and result.output.index("a.yaml") < result.output.index("b.yml: 1 error")
     assert "2 files: " in result.output
 
 

@@ -223,6 +223,14 @@ def test_the_measured_preset_is_what_tune_wrote() -> None:
     assert preset.path.read_text(encoding="utf-8").split("\n\n", 1)[1] == tuned.split("\n\n", 1)[1]
 
 
+def test_all_that_is_missing_is_named_at_once() -> None:
+    last = run("explain").output.splitlines()[-1]
+    assert last == "Error: Missing: 'FILE|PRESET|default', '--hidden', '--ffn', '--tp', '--tokens'."
+    result = run("explain", "default", "--ffn", 8, "--tp", 2)
+    assert result.exit_code == 2 and result.output.splitlines()[-1] == "Error: Missing: '--hidden', '--tokens'."
+    assert "Missing option '--tokens'" in run("explain", "default", "--hidden", 8, "--ffn", 8, "--tp", 2).output
+
+
 def test_look_up() -> None:
     names = [str(preset.said) for preset in ranked(shipped(), hidden=8192, tp_size=2)]
     assert names[0] == "userbuffers_bf16_any_h8192_tp2_mbs1_seqlen8192" and len(names) == 4

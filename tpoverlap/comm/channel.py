@@ -302,6 +302,7 @@ class Channel:
 
     def fail(self, error: BaseException, descriptor: Descriptor) -> None:
         """An operation ended with ``error``: later calls raise, peers are told, waiters are released."""
+        self.fault.note(error)
         self.end(self.explained(error, descriptor), descriptor.sequence)
         self.release_waiters()
 
@@ -390,6 +391,7 @@ class Channel:
         if self.fault.error is not None:
             self._shut_down_between_operations()
             return
+        own_error = self.diagnosis.own_error()
         try:
             # The last operation: no rank may unmap while a peer can still write a credit into its arena. It goes
             # through the signals rather than the group, so it is bounded, it names a rank that does something else,
@@ -398,6 +400,10 @@ class Channel:
                 pass
             self.transport.synchronize()
             self.fault.check()
+        except TpOverlapError as error:
+            if own_error:
+                error.args = (f"{error}. The first error of rank {self.rank}, before it closed: {own_error}",)
+            raise
         finally:
             self._shut_down()
 
@@ -429,6 +435,7 @@ class Channel:
                 region.forget_views()
             for arena in self.arenas:
                 arena.close()
+            self.fault.let_go()
         else:
             logger.error("rank %d: the device is still busy after an error; its buffers are not freed", self.rank)
         self.in_flight.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -69,6 +70,7 @@ class Diagnosis:
         self._labels: dict[int, str] = {}
         self._possible: Callable[[], Iterable[str]] = tuple
         self._latest = 0
+        self._refusal = (-1, "")
         self._history: list[Descriptor | None] = [None] * DESCRIPTOR_RING  # a ring: read by the watchdog's thread
 
     def remember(self, descriptor: Descriptor) -> None:
@@ -91,6 +93,17 @@ class Diagnosis:
         if own is None or own.sequence != sequence:
             return 0, 0
         return own.record, own.digest
+
+    def refused(self, error: BaseException) -> None:
+        """This rank raised ``error`` instead of starting its next operation, for which peers may be about to wait."""
+        self._refusal = (self._latest, f"{type(error).__name__}: {error}")  # text: an error holds its frames
+
+    def own_error(self) -> str:
+        """What this rank raised since its latest operation, as far as that is known; "" if nothing."""
+        current = sys.exception()  # `close` in ``finally``, whose error hides this one
+        if current is not None:
+            return f"{type(current).__name__}: {current}"
+        return self._refusal[1] if self._refusal[0] == self._latest else ""
 
     def abort_sequence(self, word: int) -> int:
         """The operation that an abort word is about: the one nearest to this rank's latest."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpoverlap.communicator import CommOverlap, Communicators
-from tpoverlap.errors import ActiveShapeError
+from tpoverlap.errors import ActiveShapeError, TpOverlapError
 from tpoverlap.gemm.fp8 import Fp8State
 from tpoverlap.nn.autograd import apply, is_compiling, uncompiled
 from tpoverlap.nn.bulk import BulkAllGather, BulkReduceScatter
@@ -18,6 +18,7 @@ from tpoverlap.nn.fp8 import Fp8ColumnLinear, Fp8RowLinear, require_fp8_gemm, re
 from tpoverlap.nn.inputs import (
     as_layer,
     full_partition,
+    note_refusal,
     require_communicator,
     require_matmul,
     require_output_width,
@@ -71,12 +72,16 @@ def all_gather_gemm(
             f"{layer.name}: {len(weights)} weights but {len(biases)} biases; give at least one weight, and one bias or "
             "None for each"
         )
-    resolved = shard_partition(layer.fprop, x_shard_t, partition)
-    require_matmul(layer.fprop, x_shard_t, weights)
-    for index, (one_weight, one_bias) in enumerate(zip(weights, biases, strict=True)):
-        if one_bias is not None:
-            biases[index] = _checked_bias(layer.name, one_weight, one_bias)
     manager = layer.manager
+    try:
+        resolved = shard_partition(layer.fprop, x_shard_t, partition)
+        require_matmul(layer.fprop, x_shard_t, weights)
+        for index, (one_weight, one_bias) in enumerate(zip(weights, biases, strict=True)):
+            if one_bias is not None:
+                biases[index] = _checked_bias(layer.name, one_weight, one_bias)
+    except TpOverlapError as error:
+        note_refusal(manager, error)
+        raise
     outputs: tuple[torch.Tensor, ...]
     if fp8 is None:
         if isinstance(comm, CommOverlap):
@@ -121,11 +126,15 @@ def gemm_reduce_scatter(
     if is_compiling():
         return uncompiled(gemm_reduce_scatter, x, weight, comm, bias, partition, fp8)
     layer = comm if comm.__class__ is LayerView else as_layer(comm, row=True)
-    resolved = full_partition(layer.fprop, x, partition)
-    require_matmul(layer.fprop, x, [weight])
-    require_output_width(layer.fprop, weight.shape[0])
-    if bias is not None:
-        bias = _checked_bias(layer.name, weight, bias)
+    try:
+        resolved = full_partition(layer.fprop, x, partition)
+        require_matmul(layer.fprop, x, [weight])
+        require_output_width(layer.fprop, weight.shape[0])
+        if bias is not None:
+            bias = _checked_bias(layer.name, weight, bias)
+    except TpOverlapError as error:
+        note_refusal(layer.manager, error)
+        raise
     result: torch.Tensor
     if fp8 is None:
         if isinstance(comm, CommOverlap):
@@ -147,8 +156,12 @@ def bulk_all_gather(
     if is_compiling():
         return uncompiled(bulk_all_gather, x_shard_t, comm, gemm, partition)
     require_communicator(comm, scatter=False)
-    resolved = shard_partition(comm, x_shard_t, partition)
-    a, b = _require_operands(comm, gemm)
+    try:
+        resolved = shard_partition(comm, x_shard_t, partition)
+        a, b = _require_operands(comm, gemm)
+    except TpOverlapError as error:
+        note_refusal(comm.manager, error)
+        raise
     gathered, product = _apply(comm.manager, BulkAllGather, comm, resolved, x_shard_t, a, b)
     return gathered, product
 
@@ -163,9 +176,13 @@ def bulk_reduce_scatter(
     if is_compiling():
         return uncompiled(bulk_reduce_scatter, y, comm, gemm, partition)
     require_communicator(comm, scatter=True)
-    resolved = full_partition(comm, y, partition, "y")
-    require_output_width(comm, y.shape[1])
-    a, b = _require_operands(comm, gemm)
+    try:
+        resolved = full_partition(comm, y, partition, "y")
+        require_output_width(comm, y.shape[1])
+        a, b = _require_operands(comm, gemm)
+    except TpOverlapError as error:
+        note_refusal(comm.manager, error)
+        raise
     shard, product = _apply(comm.manager, BulkReduceScatter, comm, resolved, y, a, b)
     return shard, product
 

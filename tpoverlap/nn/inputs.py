@@ -130,6 +130,12 @@ def full_partition(
     return resolved
 
 
+def note_refusal(manager: UserBufferManager, error: BaseException) -> None:
+    """``error`` is raised before this rank starts an operation: where peers wait for it, `close` says why."""
+    if manager.channel is not None:
+        manager.channel.diagnosis.refused(error)
+
+
 def require_matmul(comm: CommOverlap, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
     """Raise ActiveShapeError unless every weight is [N, K] with the input's K, dtype and device."""
     manager, features = comm.manager, x.shape[1]

@@ -104,7 +104,7 @@ class LayerNormLinear(NormedLayer):
         self.manager, self.ub_name = resolve_manager(manager, tp_group, tp_size), ub_name
         self.return_bias, self._init_method = return_bias, init_method
         self._return_normed(local=return_layernorm_output, gathered=return_layernorm_output_gathered)
-        self.norm_options = NormOptions(in_features, eps, normalization, zero_centered_gamma)
+        self.norm_options = NormOptions(in_features, eps, normalization, zero_centered_gamma, self.manager, ub_name)
         flags = OverlapFlags(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         options = GemmOptions(
             self.manager, sequence_parallel, flags, save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute
@@ -112,7 +112,7 @@ class LayerNormLinear(NormedLayer):
         self.fp8 = Fp8Slot(fp8_recipe, self.manager.device)
         self._gemms = (options.gemm(ub_name, row=False, fp8=self.fp8),)
         divided(f"{ub_name}: out_features", out_features, self.manager)
-        self.norm_options.add_parameters(self, self.manager, device, params_dtype, sequence_parallel=sequence_parallel)
+        self.norm_options.add_parameters(self, device, params_dtype, sequence_parallel=sequence_parallel)
         add_parameter(self, "weight", ShardSpec((out_features, in_features), 0), self.manager, device, params_dtype)
         self.register_parameter("bias", None)
         if bias:

@@ -107,7 +107,7 @@ class LayerNormMLP(NormedLayer):
         self.return_bias = return_bias
         self._return_normed(local=return_layernorm_output, gathered=return_layernorm_output_gathered)
         self._init_methods = (init_method, output_layer_init_method)
-        self.norm_options = NormOptions(hidden_size, eps, normalization, zero_centered_gamma)
+        self.norm_options = NormOptions(hidden_size, eps, normalization, zero_centered_gamma, self.manager, ub_names[0])
         flags = OverlapFlags(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         options = GemmOptions(
             self.manager, sequence_parallel, flags, save_gathered, fuse_wgrad_accumulation, delay_wgrad_compute
@@ -121,7 +121,7 @@ class LayerNormMLP(NormedLayer):
         parts = (("gate", ffn_hidden_size), ("up", ffn_hidden_size)) if is_gated(activation) else ()
         fc1_rows = len(parts or (1,)) * ffn_hidden_size
         made: tuple[Any, ...] = (self.manager, device, params_dtype)
-        self.norm_options.add_parameters(self, self.manager, device, params_dtype, sequence_parallel=sequence_parallel)
+        self.norm_options.add_parameters(self, device, params_dtype, sequence_parallel=sequence_parallel)
         for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"):  # the order of parameters()
             self.register_parameter(name, None)
         add_parameter(self, "fc1_weight", ShardSpec((fc1_rows, hidden_size), 0, parts), *made)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpoverlap.errors import ConfigError
+from tpoverlap.errors import ConfigError, TpOverlapError
 from tpoverlap.nn.agreement import agreeing_on
 from tpoverlap.nn.autograd import is_compiling, uncompiled
 from tpoverlap.nn.elementwise import HeadLayout
+from tpoverlap.nn.inputs import note_refusal
 from tpoverlap.nn.layer_norm_linear import LayerNormLinear
 from tpoverlap.nn.linear import Linear
 from tpoverlap.nn.parallel_layer import Output
@@ -32,6 +34,11 @@ from tpoverlap.tokens import TokenPartition
 if TYPE_CHECKING:
     from tpoverlap.manager import UserBufferManager
 
+logger = logging.getLogger("tpoverlap")
+_ONE_SEQUENCE = (
+    "attention without cu_seqlens: all T=%d rows are one sequence, also where they are of several documents; pass "
+    "cu_seqlens=[0, ..., T], or [0, T] if that is meant (said once)"
+)
 _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
 
 
@@ -162,7 +169,7 @@ class MultiheadAttention(torch.nn.Module):
 
         Args:
             hidden_states: this rank's rows.
-            cu_seqlens: see `PackedSequences`; None: all T rows are one sequence.
+            cu_seqlens: see `PackedSequences`; None: all T rows are one sequence, which a log line says once a manager.
             max_seqlen: the longest sequence; saves a wait where ``cu_seqlens`` is on the GPU.
             rotary_pos_emb: RoPE table of all T rows, to share it between layers.
             partition: rows of each rank; None: the active shape.
@@ -175,11 +182,19 @@ class MultiheadAttention(torch.nn.Module):
             options = {"max_seqlen": max_seqlen, "rotary_pos_emb": rotary_pos_emb, "partition": partition}
             return uncompiled(MultiheadAttention.forward, self, hidden_states, cu_seqlens, **options)
         num_tokens = self._num_tokens(hidden_states, partition)
-        sequences = packed_sequences(
-            (0, num_tokens) if cu_seqlens is None else cu_seqlens, num_tokens, hidden_states.device, max_seqlen
-        )
-        if rotary_pos_emb is not None:
-            require_table(rotary_pos_emb, num_tokens, self.head_dim)
+        if cu_seqlens is None:
+            cu_seqlens = (0, num_tokens)
+            if _ONE_SEQUENCE not in self.manager.said:
+                self.manager.said.add(_ONE_SEQUENCE)
+                if self.manager.rank == 0:
+                    logger.warning(_ONE_SEQUENCE, num_tokens)
+        try:
+            sequences = packed_sequences(cu_seqlens, num_tokens, hidden_states.device, max_seqlen)
+            if rotary_pos_emb is not None:
+                require_table(rotary_pos_emb, num_tokens, self.head_dim)
+        except TpOverlapError as error:
+            note_refusal(self.manager, error)
+            raise
         projection = self.layernorm_qkv
         if projection is None:
             projection = self.qkv  # type: ignore[assignment]  # the same call

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpoverlap.errors import ConfigError
+from tpoverlap.errors import ActiveShapeError, ConfigError
 from tpoverlap.nn.autograd import apply, differentiable_once
 from tpoverlap.nn.elementwise import NormKind, norm_backward, norm_forward, norm_twin, pays
+from tpoverlap.nn.inputs import note_refusal
 from tpoverlap.nn.parameters import add_parameter, require_positive
 from tpoverlap.nn.shard_spec import ShardSpec
 
@@ -25,22 +26,36 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 class NormOptions:
     """Which norm, and its numbers.
 
+    Args:
+        width: H.
+        eps, normalization, zero_centered_gamma: see `LayerNormLinear`.
+        manager: whose dtype and device rows have.
+        ub_name: of the layer, for messages.
+
     Raises:
         ConfigError: ``normalization`` is neither "LayerNorm" nor "RMSNorm", or ``eps`` is not above 0 and finite.
     """
 
-    def __init__(self, width: int, eps: float, normalization: str, zero_centered_gamma: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        normalization: str,
+        zero_centered_gamma: bool,
+        manager: UserBufferManager,
+        ub_name: str | None,
+    ) -> None:
         if normalization not in NORMALIZATIONS:
             raise ConfigError(f"normalization={normalization!r} is not known; use one of {', '.join(NORMALIZATIONS)}")
         require_positive("the norm's eps", eps)
         self.width, self.eps, self.normalization = width, eps, normalization
         self.zero_centered_gamma = zero_centered_gamma
         self.kind = NormKind(normalization == "LayerNorm", zero_centered_gamma, eps)
+        self._manager, self._ub_name = manager, ub_name
 
     def add_parameters(
         self,
         module: torch.nn.Module,
-        manager: UserBufferManager,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         *,
@@ -51,7 +66,7 @@ class NormOptions:
             module.register_parameter(name, None)
             if name == "layer_norm_weight" or self.normalization == "LayerNorm":
                 spec = ShardSpec((self.width,))
-                add_parameter(module, name, spec, manager, device, dtype, replicated=sequence_parallel)
+                add_parameter(module, name, spec, self._manager, device, dtype, replicated=sequence_parallel)
 
     def reset(self, module: torch.nn.Module) -> None:
         """The identity scale: ones, or zeros where the scale is 1 + weight; no shift."""
@@ -62,8 +77,37 @@ class NormOptions:
             torch.nn.init.zeros_(bias)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Normalise the rows of x [t, H]; ``zero_centered_gamma`` scales by 1 + weight."""
+        """Normalise the rows of x [t, H]; ``zero_centered_gamma`` scales by 1 + weight.
+
+        Raises:
+            ActiveShapeError: x has another width, dtype or device. The GEMM behind would say so, but torch's norm comes
+                first with words of its own, and a kernel would read weights that are not there.
+        """
+        if not (
+            isinstance(x, torch.Tensor)
+            and x.ndim == 2
+            and x.shape[1] == self.width
+            and x.dtype == self._manager.dtype
+            and x.device == self._manager.device
+        ):
+            try:
+                self._require_input(x)
+            except ActiveShapeError as error:
+                note_refusal(self._manager, error)
+                raise
         return normalise(x, weight, bias, self.kind)
+
+    def _require_input(self, x: torch.Tensor) -> None:
+        manager = self._manager
+        at_most_dtype = isinstance(x, torch.Tensor) and x.ndim == 2 and x.device == manager.device
+        # Autocast's norms give float32 on GPUs, whatever they are given: there the GEMM looks at what comes out.
+        if not (at_most_dtype and manager.dtype == torch.float32 and torch.is_autocast_enabled(manager.device.type)):
+            manager.require_input(x, "the input", self._ub_name)
+        if x.shape[1] != self.width:
+            raise ActiveShapeError(
+                f"{self._ub_name}: the input has {x.shape[1]} features, but this layer normalises {self.width}; "
+                f"give it rows of that width, or make the layer with {x.shape[1]}"
+            )
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -52,9 +53,12 @@ def _groups(notes: Iterable[Note]) -> list[list[Note]]:
 
 def _paragraph(path: str, group: Sequence[Note]) -> Iterator[str]:
     first = group[0]
-    place = f"{path}:{first.line}" if first.line else path
+    place = f"line {first.line}: " if first.line else ""
     whom = "" if first.target == "both" else f" for {first.target}"
-    yield f"  {place}: {first.level}{whom}: {first.message} [{first.rule}]"
+    message = first.message
+    if first.rule != "unreadable":  # the heading has the path, which may be long
+        message = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w./-])", "this file", message)
+    yield f"  {place}{first.level}{whom}: {message} [{first.rule}]"
     if len(group) > 1:
         others = [f"{note.name} ({note.line})" if note.line else note.name for note in group[1 : 1 + _MAX_LISTED]]
         more = len(group) - 1 - len(others)

@@ -12,6 +12,7 @@ import click
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.tools.config.text import printable
+from tpoverlap.tools.missing import AllMissing
 
 if TYPE_CHECKING:
     from tpoverlap.config import FileReport, ResolvedConfig
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _SIZE = click.IntRange(1, 2**31 - 1)
 
 
-@click.command()
+@click.command(cls=AllMissing)
 @click.argument("source", metavar="FILE|PRESET|default")
 @click.option("--hidden", type=_SIZE, required=True, help="H, the model's hidden size.")
 @click.option("--ffn", type=_SIZE, required=True, help="F, the MLP's inner width.")

@@ -9,13 +9,14 @@ from typing import Any
 import click
 
 from tpoverlap.errors import ConfigError
+from tpoverlap.tools.missing import AllMissing
 from tpoverlap.tools.numbers import FiniteRange
 
 _SIZE = click.IntRange(1, 2**31 - 1)
 _PLOT_POINTS = 40
 
 
-@click.command(short_help="Will overlap help on a GPU that is not here? A cost model's answer.")
+@click.command(cls=AllMissing, short_help="Will overlap help on a GPU that is not here? A cost model's answer.")
 @click.option("--hidden", type=_SIZE, required=True, help="H, the model's hidden size.")
 @click.option("--ffn", type=_SIZE, required=True, help="F, the MLP's inner width.")
 @click.option("--tp", "tp_size", type=click.IntRange(1, 1024), required=True, help="R, ranks of the TP group.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tpoverlap.errors import ConfigError, TpOverlapError
+from tpoverlap.tools.missing import AllMissing
 from tpoverlap.tools.numbers import FiniteRange
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def profile() -> None:
     """
 
 
-@profile.command()
+@profile.command(cls=AllMissing)
 @click.option("--hidden", type=_SIZE, required=True, help="H, the model's hidden size.")
 @click.option("--ffn", type=_SIZE, required=True, help="F, the MLP's inner width.")
 @click.option("--tp", "tp_size", type=click.IntRange(2, 1024), help="R.  [default: 2, or torchrun's world size]")

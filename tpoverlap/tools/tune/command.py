@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpoverlap.errors import BackendUnavailableError, ConfigError, TpOverlapError
+from tpoverlap.tools.missing import AllMissing
 from tpoverlap.tools.numbers import FiniteRange
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ _SIZE = click.IntRange(1, 2**31 - 1)
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.command(short_help="Measure which method is best for each GEMM and T on the devices of this host.")
+@click.command(
+    cls=AllMissing, short_help="Measure which method is best for each GEMM and T on the devices of this host."
+)
 @click.option("--hidden", type=_SIZE, required=True, help="H, the model's hidden size.")
 @click.option("--ffn", type=_SIZE, required=True, help="F, the MLP's inner width.")
 @click.option("--heads", type=_SIZE, help="Attention heads; only --kv-heads needs it.")

@@ -13,8 +13,9 @@ from tpoverlap.tools.tune.job import Bucket, TuneJob
 from tpoverlap.tools.tune.session import Outcome
 from tpoverlap.tuning import Candidate, Row, entry_key
 
-# Transformer Engine takes the other keys from the name's original method; these say what ours means.
-_RING_FOR_TE: Final = "  num_sm: 1\n  cga_size: 1\n  set_sm_margin: 0\n"
+# Transformer Engine takes the other keys from the name's original method, pipeline, which keeps multiprocessors free.
+# Without that margin its num_sm and cga_size do nothing in a ring by copy engine.
+_RING_FOR_TE: Final = "  set_sm_margin: 0\n"
 
 
 def by_name(outcome: Outcome) -> dict[str, list[Bucket]]:
