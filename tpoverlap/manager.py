@@ -479,8 +479,10 @@ class UserBufferManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end = self.close if error is None else self.abort
-        end()
+        if error is None:
+            self.close()
+        else:
+            self.abort()
 
     def require_open(self) -> None:
         """Raise NotInitializedError after `close` or `abort`."""

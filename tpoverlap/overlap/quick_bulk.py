@@ -1,6 +1,7 @@
 """bulk on a device in few calls of Python, where nobody looks closer (`tpoverlap.overlap.quick_ring`).
 
-What runs when is what `tpoverlap.overlap.bulk` says. A function that returns False or None has done nothing.
+What runs when is what `tpoverlap.overlap.bulk` says. A function that returns False or None has done nothing. Each has
+the frame of try, fail and leave by itself, as in `quick_ring` and `fused_launch`: a helper would be a call more.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class QuickGather:
 
 def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> QuickGather | None:
     """See `bulk.PendingGather`. None: nothing was done."""
-    ring = _bulk_ring(context, scatter=False)
-    turn = None if ring is None else ring.open()
-    if ring is None or turn is None:
+    opened = _open(context, scatter=False)
+    if opened is None:
         return None
+    ring, turn = opened
     try:
         tapes = _push(context, ring, turn, x_shard_t)
         return QuickGather(ring, turn, tapes, (context.partition.total, context.width), x_shard_t)
@@ -77,10 +78,10 @@ def open_gather(context: OperationContext, x_shard_t: torch.Tensor) -> QuickGath
 
 def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work, read_gathered: ReadGathered) -> bool:
     """See `registry.gather_beside`."""
-    ring = _bulk_ring(context, scatter=False)
-    turn = None if ring is None else ring.open()
-    if ring is None or turn is None:
+    opened = _open(context, scatter=False)
+    if opened is None:
         return False
+    ring, turn = opened
     try:
         tapes = _push(context, ring, turn, x_shard_t)
         work()
@@ -98,10 +99,10 @@ def gather_beside(context: OperationContext, x_shard_t: torch.Tensor, work: Work
 
 def scatter_beside(context: OperationContext, partial_sum: torch.Tensor, work: Work, out: torch.Tensor) -> bool:
     """See `registry.scatter_beside`."""
-    ring = _bulk_ring(context, scatter=True)
-    turn = None if ring is None else ring.open()
-    if ring is None or turn is None:
+    opened = _open(context, scatter=True)
+    if opened is None:
         return False
+    ring, turn = opened
     try:
         tapes = _push(context, ring, turn, partial_sum)
         work()
@@ -152,11 +153,13 @@ def _end(ring: QuickRing, turn: Turn, tapes: MoveTapes | None) -> None:
     ring.land(turn)
 
 
-def _bulk_ring(context: OperationContext, *, scatter: bool) -> QuickRing | None:
+def _open(context: OperationContext, *, scatter: bool) -> tuple[QuickRing, Turn] | None:
+    """In the end comes `QuickRing.leave`. None: something is out of the ordinary, and nothing was done."""
     plans, key = context.plans, "bulk scatter" if scatter else "bulk gather"
     if key not in plans:
         plans[key] = new_ring(context, None, Form(scatter, "beside", own=not scatter))
         if "moves" not in plans:
             plans["moves"] = kinds_of(context.channel)  # before the operation: the first one compiles
-    found: QuickRing | None = plans[key]
-    return found
+    ring: QuickRing | None = plans[key]
+    turn = None if ring is None else ring.open()
+    return None if ring is None or turn is None else (ring, turn)
