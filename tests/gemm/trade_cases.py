@@ -207,7 +207,8 @@ def gives_up() -> None:
                 trade.start(x.data_ptr(), 3, 5, 6, 0)
                 assert bool(torch.isnan(ranks.data[RANK].view(torch.float32)).all()), which
             assert launcher.error[0] == 1, which
-            assert not any(ranks.sees(peer, 3) for peer in (0, 2) if which == "credit"), "peers take it for sent"
+            flags = [ranks.sees(peer, 3, piece) for peer in (0, 2) for piece in range(1 + PARTS)]
+            assert which != "credit" or not any(flags), "peers take it for sent"
             sent = [bool((ranks.data[peer] != 0xFF).any()) for peer in (0, 2)]
             assert sent == [which != "credit"] * 2, "rows overwrite what a peer still reads"
             _counters_are_zero(launcher)

@@ -136,6 +136,9 @@ def test_another_process_where_the_driver_is_blocked(side: Any, driver: FakeDriv
     side.fill(MINE + 2, 0xFF, 16)
     (rescue,) = FakeRescue.made
     assert rescue.uuid == "111122" and rescue.calls == [(MINE + 1, b"\5\6"), (MINE + 2, 0xFF, 16)]
+    driver.free.set()
+    side._caller.call(lambda: None, 5.0)
+    assert not any("HtoD" in name for name in driver.names()), "what was done from outside is not done again"
 
 
 def test_what_goes_to_a_peer_waits_for_the_driver(side: Any, driver: FakeDriver) -> None:
