@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 from tests.nn import layer_ranks as ranks
+from tpoverlap.errors import ActiveShapeError
+from tpoverlap.nn.norm import NormOptions
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -138,3 +144,19 @@ def test_autocast_does_not_hide_a_wrong_dtype(rank_pool) -> None:
     for outcome in rank_pool(2).run(ranks.float32_under_autocast, timeout_s=60):
         assert outcome is not None and outcome[0][0] == "ActiveShapeError", outcome
         assert "torch.float32" in outcome[1] and "torch.bfloat16" in outcome[1]
+
+
+def test_a_float32_manager_leaves_autocasts_norm_to_the_gemm() -> None:
+    """On GPUs it gives float32 of whatever it is given."""
+
+    def refuse(*given: object) -> None:
+        raise ActiveShapeError("refused")
+
+    cpu = torch.device("cpu")
+    manager: Any = SimpleNamespace(dtype=torch.float32, device=cpu, require_input=refuse)
+    options = NormOptions(4, 1e-5, "RMSNorm", False, manager, "fc1")
+    rows = torch.zeros(2, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        options._require_input(rows)
+    with pytest.raises(ActiveShapeError, match="refused"):
+        options._require_input(rows)
